@@ -1,0 +1,73 @@
+"""Slot cache: one preallocated KV tensor, a contiguous context per slot, compaction after each step.
+
+S slots, T columns, G key/value heads, D head size. Slot s holds its context in columns [0, L_s); a step writes its N
+block rows behind it and `compact` moves the accepted ones to where the context continues. Nothing is concatenated, and
+a step copies only rows that an accepted path left out of order. Running sequences occupy slots 0..B-1 (`move` closes a
+gap), so the model reads a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+COLUMN_STEP = 256
+
+
+class SlotCache:
+    """KV of all layers: [layers, 2, S, G, T, D], grown in columns (by doubling) as sequences need them."""
+
+    def __init__(
+        self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kv = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._write: tuple[slice, torch.Tensor, torch.Tensor, int] | None = None
+
+    @property
+    def columns(self) -> int:
+        return self._kv.shape[4]
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    def reserve(self, columns: int) -> None:
+        """Make room for `columns`. New columns are zero: masked columns are still multiplied, so they must be finite."""
+        if columns <= self.columns:
+            return
+        wanted = max(columns, 2 * self.columns)
+        wanted = -(-wanted // COLUMN_STEP) * COLUMN_STEP
+        grown = self._kv.new_zeros(*self._kv.shape[:4], wanted, self._kv.shape[5])
+        grown[..., : self.columns, :] = self._kv
+        self._kv = grown
+
+    def begin(self, first_slot: int, lengths: torch.Tensor, rows: int, columns: int) -> None:
+        """The next forward writes `rows` rows of slots first_slot.. behind their `lengths` [B] and reads `columns`."""
+        self.reserve(columns)
+        slots = torch.arange(first_slot, first_slot + len(lengths), device=self._kv.device)
+        write_columns = lengths[:, None] + torch.arange(rows, device=self._kv.device)
+        self._write = (slice(first_slot, first_slot + len(lengths)), slots[:, None], write_columns, columns)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hugging Face's cache call: store key, value [B, G, N, D], return views [B, G, T, D] of the slots' columns."""
+        assert self._write is not None, "begin() comes before a forward pass"
+        span, slots, write_columns, columns = self._write
+        keys, values = self._kv[layer]
+        keys[slots, :, write_columns] = key.transpose(1, 2)
+        values[slots, :, write_columns] = value.transpose(1, 2)
+        return keys[span, :, :columns], values[span, :, :columns]
+
+    def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy column sources[i] of slots[i] to column targets[i], in all layers; every source is read before any write."""
+        if not slots:
+            return
+        device = self._kv.device
+        slot, source, target = (torch.tensor(x, device=device) for x in (slots, sources, targets))
+        self._kv[:, :, slot, :, target] = self._kv[:, :, slot, :, source]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Give slot `source`'s first `length` columns to slot `target`."""
+        self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]

@@ -1,0 +1,63 @@
+"""The protocol that every drafting method fills. H hidden size, V vocabulary, k masks, P prompt length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from esp_worker.tree import Draft, TokenTree, block_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a sequence may still use: `tokens` it may commit, `positions` behind the root that the context has."""
+
+    tokens: int
+    positions: int
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest useful node: a step commits at most depth + 1 tokens."""
+        return max(min(self.tokens - 1, self.positions), 0)
+
+    def masks(self, wanted: int) -> int:
+        """Useful masks per owner: mask j serves depth j of the next step, which has at most tokens - 1 to commit."""
+        return max(min(wanted, self.tokens - 2, self.positions), 0)
+
+
+class Drafter(Protocol):
+    """A drafting method. It never decides tokens, only what is worth verifying."""
+
+    name: str
+    masks: int  # k: mask rows behind the prompt, and probe rows per owner
+
+    def start(self, prompt_embeds: torch.Tensor) -> Any:
+        """State of a new sequence, from its prompt's embeddings [P, H]."""
+        ...
+
+    def mask_embeds(self, state: Any) -> torch.Tensor:
+        """[k, H] the sequence's mask tokens."""
+        ...
+
+    def draft(self, state: Any, root_token: int, room: Room) -> Draft:
+        """The tree and probes of the next block."""
+        ...
+
+    def observe(
+        self,
+        states: Sequence[Any],
+        committed: Sequence[Sequence[int]],
+        probe_logits: Sequence[torch.Tensor],
+    ) -> None:
+        """Learn from a step: per sequence its committed tokens, in order, and the logits [<= k, V] of the probes of
+        its deepest accepted node (no rows where it owned none)."""
+        ...
+
+
+def probing_owners(tree: TokenTree, masks: int, room: Room) -> tuple[int, ...]:
+    """Root and nodes whose probes stay inside the context: all of them, except near its end."""
+    depths = block_shape(tree.parents, (), 0).depths
+    return tuple(row for row, depth in enumerate(depths) if masks and depth + masks <= room.positions)

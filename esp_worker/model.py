@@ -1,0 +1,171 @@
+"""A stock Hugging Face causal LM behind the few calls that the decoder needs. The only file that knows HF's details.
+
+B sequences, N rows, R rows of any sequences, H hidden size, V vocabulary, T cache columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from esp_worker.attention import ATTENTION_NAME, BlockMask, tree_attention
+from esp_worker.cache import SlotCache
+from esp_worker.checkpoint import ModelError
+
+AttentionInterface.register(ATTENTION_NAME, tree_attention)
+
+# Each is tested token for token against its own stock forward (tests/equivalence). Others are refused by name.
+SUPPORTED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+# Frequencies that depend on the longest position of the batch would let a neighbour change a row's tokens.
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device: {device}: no CUDA device here")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device, checkpoint_dtype: torch.dtype | None) -> torch.dtype:
+    """`auto` is the checkpoint's own on a GPU and float32 on a CPU, where 16 bits are slower and not exact."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    return torch.float32 if device.type == "cpu" else checkpoint_dtype or torch.bfloat16
+
+
+def load_model(folder: Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> CausalModel:
+    """Load safetensors from a local folder. Raises ModelError for an architecture that the decoder does not support."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model {folder}: its config.json cannot be used ({str(error).splitlines()[0]})") from error
+    check_supported(config)
+    where = resolve_device(device)
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=resolve_dtype(dtype, where, getattr(config, "dtype", None)),
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+    )
+    return CausalModel(hf.to(where))
+
+
+def check_supported(config: Any) -> None:
+    """Refuse, with one line, what tree attention over a slot cache would silently get wrong."""
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        raise ModelError(f"model type {kind} is not supported; supported are: {', '.join(SUPPORTED)}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ModelError(f"model type {kind} with attention soft-capping is not supported")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError(f"model type {kind} with bidirectional attention is not supported")
+    for rope in _rope_types(config):
+        if rope not in _STATIC_ROPE:
+            raise ModelError(
+                f"rope type {rope} is not supported: its frequencies change with the longest position in a batch"
+            )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        yield entry.get("rope_type", "default")
+
+
+class CausalModel:
+    """Embeddings, block forward and logits of one frozen model."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        check_supported(hf.config)
+        self._hf: Any = hf.eval().requires_grad_(False)
+        self._hf.set_attn_implementation(ATTENTION_NAME)
+        self._backbone = self._hf.base_model
+        self._embedding = self._hf.get_input_embeddings()
+        self._softcap = getattr(hf.config, "final_logit_softcapping", None)
+
+    @property
+    def config(self) -> Any:
+        return self._hf.config
+
+    @property
+    def device(self) -> torch.device:
+        return self._hf.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._hf.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self._embedding.weight.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    def new_cache(self, slots: int) -> SlotCache:
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return SlotCache(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[..] token ids -> [.., H], by the model's own module (some scale inside)."""
+        return self._embedding(ids)
+
+    def forward_block(
+        self,
+        cache: SlotCache,
+        first_slot: int,
+        lengths: torch.Tensor,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hidden states [B, N, H] of a block of rows, whose KV is written behind each slot's context.
+
+        lengths [B] context columns of slots first_slot..; embeds [B, N, H]; positions [B, N]; visible [B, N, N] bool,
+        who sees whom within the block (a prompt's chain and a decode step's tree are the same call).
+        """
+        rows = embeds.shape[1]
+        columns = int(lengths.max()) + rows
+        cache.begin(first_slot, lengths, rows, columns)
+        block = BlockMask(lengths, positions, visible, columns, self.dtype)
+        out = self._backbone(inputs_embeds=embeds, position_ids=positions, cache=cache, use_cache=True, block=block)
+        return out.last_hidden_state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, V], with all that the model does after its lm_head."""
+        logits = self._hf.lm_head(hidden)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    @contextmanager
+    def stock(self) -> Iterator[Any]:
+        """The untouched Hugging Face model with its own attention, for the reference."""
+        self._hf.set_attn_implementation("sdpa")
+        try:
+            yield self._hf
+        finally:
+            self._hf.set_attn_implementation(ATTENTION_NAME)

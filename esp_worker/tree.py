@@ -1,0 +1,203 @@
+"""The token tree of one decode step and the block of rows that verifies it.
+
+A block's rows: [root | draft nodes, every parent before its children | probe rows, grouped by owner].
+Row 0 is the root (the last committed token, not yet in the KV cache); node i is row i + 1; owners are root and nodes.
+k probe rows (mask tokens) belong to each owner that probes. N rows in all; in the paper every owner probes, and
+N = block complexity = (k + 1)(1 + nodes).
+
+A shape (parents, owners, k) recurs from step to step, so its visibility and position offsets are built once and
+reused (the paper's efficient form, appendix E, for every tree shape rather than for one static tree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Draft nodes under the root. tokens[i] is node i's token, parents[i] the row of its parent (0: the root)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents)
+        assert all(0 <= parent <= node for node, parent in enumerate(self.parents)), "parents come before children"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def children(self, row: int) -> Iterator[tuple[int, int]]:
+        """(row, token) of each child of `row`."""
+        for node, parent in enumerate(self.parents):
+            if parent == row:
+                yield node + 1, self.tokens[node]
+
+
+EMPTY_TREE = TokenTree()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What one sequence asks of the next step: a tree, the rows that own probes, and probes per owner (masks)."""
+
+    tree: TokenTree = EMPTY_TREE
+    owners: tuple[int, ...] = ()
+    masks: int = 0
+
+    @property
+    def shape(self) -> BlockShape:
+        return block_shape(self.tree.parents, self.owners, self.masks)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Geometry of a block without its tokens.
+
+    offsets: [N] position of each row relative to the root's; visible: [N, N] bool, row sees column, within the block
+    (what it sees of the cache is all of it, up to a layer's window).
+    """
+
+    parents: tuple[int, ...]
+    owners: tuple[int, ...]
+    masks: int
+
+    @property
+    def token_rows(self) -> int:
+        """Root and nodes."""
+        return 1 + len(self.parents)
+
+    @property
+    def rows(self) -> int:
+        return self.token_rows + self.masks * len(self.owners)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of root and nodes, by row."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    def probe_rows(self, owner: int) -> range:
+        """Rows of the probes that `owner` owns; empty when it owns none."""
+        if owner not in self.owners:
+            return range(0)
+        first = self.token_rows + self.masks * self.owners.index(owner)
+        return range(first, first + self.masks)
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        offsets = list(self.depths)
+        for owner in self.owners:
+            offsets += [self.depths[owner] + j for j in range(1, self.masks + 1)]
+        return torch.tensor(offsets, dtype=torch.long)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        visible = torch.zeros(self.rows, self.rows, dtype=torch.bool)
+        visible[ROOT, ROOT] = True
+        for row, parent in enumerate(self.parents, start=1):
+            visible[row] = visible[parent]
+            visible[row, row] = True
+        for owner in self.owners:
+            rows = self.probe_rows(owner)
+            for row in rows:
+                visible[row] = visible[owner]
+                visible[row, rows.start : row + 1] = True
+        return visible
+
+
+@lru_cache(maxsize=4096)
+def block_shape(parents: tuple[int, ...], owners: tuple[int, ...], masks: int) -> BlockShape:
+    """The one BlockShape of these arguments, so that its tensors are built once."""
+    return BlockShape(parents, owners if masks else (), masks)
+
+
+def block_complexity(masks: int, nodes: int) -> int:
+    """BC: rows of a block in which the root and every node own `masks` probes."""
+    return (masks + 1) * (1 + nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """One mask's distribution, best first: what may stand at one depth of the next tree."""
+
+    tokens: Sequence[int]
+    probs: Sequence[float]
+
+    def best(self, count: int, exclude: int | None) -> list[tuple[int, float]]:
+        """The `count` most probable (token, probability), leaving out `exclude` (pruning: the next best takes its place)."""
+        pairs = ((t, p) for t, p in zip(self.tokens, self.probs, strict=True) if t != exclude)
+        return [pair for pair, _ in zip(pairs, range(count), strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRule:
+    """Drop a candidate that equals its parent token from depth `from_depth` on (None: never)."""
+
+    from_depth: int | None
+
+    def excluded(self, depth: int, parent_token: int) -> int | None:
+        return parent_token if self.from_depth is not None and depth >= self.from_depth else None
+
+
+PRUNE_RULES = {"all": PruneRule(1), "deep": PruneRule(2), "none": PruneRule(None)}
+
+
+@dataclass(slots=True)
+class _Grown:
+    token: int
+    prob: float
+    parent: int  # index in the grown list, -1: the root
+    principal: bool  # on the Top-1 chain
+
+
+def _grow(levels: Sequence[Candidates], widths: Sequence[int], root_token: int, prune: PruneRule) -> list[_Grown]:
+    """Top-1 expansion: level i's candidates hang below the best node of level i - 1."""
+    grown: list[_Grown] = []
+    parent, parent_token, parent_prob = -1, root_token, 1.0
+    for depth, (level, width) in enumerate(zip(levels, widths, strict=False), start=1):
+        best = level.best(width, prune.excluded(depth, parent_token))
+        if not best:
+            break
+        first = len(grown)
+        grown += [_Grown(token, parent_prob * prob, parent, i == 0) for i, (token, prob) in enumerate(best)]
+        parent, parent_token, parent_prob = first, grown[first].token, grown[first].prob
+    return grown
+
+
+def _to_tree(grown: Sequence[_Grown], kept: Sequence[int]) -> TokenTree:
+    """Principal chain first, so that the usual accepted path already lies where the cache wants it."""
+    order = sorted(kept, key=lambda i: (not grown[i].principal, i))
+    row = {-1: ROOT} | {index: position + 1 for position, index in enumerate(order)}
+    return TokenTree(tuple(grown[i].token for i in order), tuple(row[grown[i].parent] for i in order))
+
+
+def static_tree(
+    levels: Sequence[Candidates], branches: Sequence[int], root_token: int, prune: PruneRule, max_depth: int
+) -> TokenTree:
+    """Top-K1 of p_1 under the root, Top-K2 of p_2 under the best depth-1 node, and so on."""
+    grown = _grow(levels, branches[:max_depth], root_token, prune)
+    return _to_tree(grown, range(len(grown)))
+
+
+def dynamic_tree(
+    levels: Sequence[Candidates], nodes: int, root_token: int, prune: PruneRule, max_depth: int
+) -> TokenTree:
+    """Algorithm 1: depth i offers its best B - i candidates (B = nodes + 1); the `nodes` most probable are kept.
+
+    A child's probability is its parent's times its own, so no node outranks its ancestors; ties go to the earlier
+    node, which an ancestor always is.
+    """
+    widths = [max(nodes + 1 - depth, 0) for depth in range(1, min(len(levels), max_depth) + 1)]
+    grown = _grow(levels, widths, root_token, prune)
+    kept = sorted(range(len(grown)), key=lambda i: -grown[i].prob)[:nodes]
+    return _to_tree(grown, kept)

@@ -1,0 +1,1 @@
+"""Thin commands over the pipeline: `python -m jobs.generate --config FILE`."""

@@ -1,0 +1,270 @@
+"""The job's configuration: one YAML file, `--set key.path=value` over it, checked by one strict schema.
+
+Unknown keys are errors that name the nearest valid key. Everything that is derived (threads, CPUs per actor, block
+complexity of a static tree) is derived here, once, so that `run.json` shows what really ran.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.errors import ConfigError
+from pipeline.schema import KEEP_TYPES, reserved_columns
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_type_map(value: object) -> object:
+    """`[a, b]` means both as strings; `{a: int64}` names the type."""
+    if isinstance(value, str):
+        value = [value]
+    return dict.fromkeys(value, "string") if isinstance(value, list) else value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class InputConfig(Section):
+    """What is read. Paths: a file, a folder, a glob, or a list of these; local or s3://."""
+
+    path: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    system_prompt: str | None = None
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    keep_columns: Annotated[dict[str, Literal["string", "int64", "float64", "bool"]], BeforeValidator(_as_type_map)] = {}
+    limit: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _columns(self) -> Self:
+        if self.prompt_column and self.messages_column:
+            raise ValueError("set prompt_column or messages_column, not both")
+        if self.messages_column and self.chat_template == "never":
+            raise ValueError("messages_column needs the chat template: chat_template must be auto or always")
+        if self.system_prompt and self.chat_template == "never":
+            raise ValueError("system_prompt needs the chat template: chat_template must be auto or always")
+        taken = sorted(set(self.keep_columns) & reserved_columns())
+        if taken:
+            raise ValueError(f"keep_columns: {', '.join(taken)}: the output has columns of that name; rename the input's")
+        assert set(self.keep_columns.values()) <= set(KEEP_TYPES)
+        return self
+
+    @property
+    def text_column(self) -> str:
+        """The column that holds the prompt or the messages."""
+        return self.messages_column or self.prompt_column or "prompt"
+
+
+class OutputConfig(Section):
+    """Where the run's folder is (`data/`, `run.json`, `report.json`, `report.html`)."""
+
+    path: str
+    rows_per_file: int = Field(512, ge=1)
+    resume: bool = True
+    overwrite: bool = False
+
+
+class ModelConfig(Section):
+    """`path`: a hub id, a local folder, a GGUF file, or `package:NAME/FILE` inside an installed Python package."""
+
+    path: str
+    revision: str | None = None
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    trust_remote_code: bool = False
+
+
+class DecoderConfig(Section):
+    """The method. See the README's table of settings; the terms are the paper's."""
+
+    method: Literal["esp", "ar"] = "esp"
+    masks: int = Field(1, ge=1, le=8)
+    block_complexity: int | None = Field(None, ge=2)
+    tree: Literal["dynamic", "static"] = "dynamic"
+    branches: list[Annotated[int, Field(ge=1)]] | None = None
+    prune: Literal["all", "deep", "none"] = "all"
+    ema: float = Field(0.1, ge=0, le=1)
+    init: Literal["mean", "last_k"] = "mean"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_block_complexity(cls, data: Any) -> Any:
+        """BC = (k+1)(1 + sum K_i) for a static tree (paper, section 3); 30 is the dynamic tree's default."""
+        if not isinstance(data, dict):
+            return data
+        static = data.get("tree") == "static"
+        branches, masks, given = data.get("branches"), data.get("masks", 1), data.get("block_complexity")
+        if not static and branches is not None:
+            raise ValueError("branches belong to tree: static; a dynamic tree takes block_complexity")
+        if not static:
+            return {**data, "block_complexity": 30 if given is None else given}
+        if not isinstance(branches, list) or not all(isinstance(b, int) for b in branches):
+            raise ValueError("tree: static needs branches, a list of widths, one a mask, such as [14] or [7, 2]")
+        if len(branches) != masks:
+            raise ValueError(f"branches {branches} has {len(branches)} widths for masks: {masks}; give one a mask")
+        block_complexity = (masks + 1) * (1 + sum(branches))
+        if given is not None and given != block_complexity:
+            raise ValueError(
+                f"block_complexity: {given} is not that of branches {branches} with {masks} masks, "
+                f"(masks+1)(1+sum) = {block_complexity}; leave block_complexity out"
+            )
+        return {**data, "block_complexity": block_complexity}
+
+    @model_validator(mode="after")
+    def _room_for_a_node(self) -> Self:
+        assert self.block_complexity is not None
+        if self.method == "esp" and self.block_complexity < 2 * (self.masks + 1):
+            raise ValueError(
+                f"block_complexity: {self.block_complexity} leaves no row for a draft with {self.masks} masks; "
+                f"at least {2 * (self.masks + 1)} is needed (or method: ar)"
+            )
+        return self
+
+
+class SamplingConfig(Section):
+    """How tokens are chosen. eos_token_ids null: the checkpoint's own; []: none."""
+
+    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
+    eos_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+
+
+class EngineConfig(Section):
+    """slots: sequences decoded together; max_length: prompt + output tokens (null: the model's context);
+    threads: CPU threads of the engine (null: the machine's cores divided among its actors on a CPU, 1 beside a GPU)."""
+
+    slots: int = Field(8, ge=1)
+    max_length: int | None = Field(None, ge=2)
+    threads: int | None = Field(None, ge=1)
+
+
+class ClusterConfig(Section):
+    """actors: engines; num_cpus and num_gpus: what one actor asks Ray for (null: its threads; 1 on CUDA, else 0)."""
+
+    actors: int = Field(1, ge=1)
+    num_cpus: float | None = Field(None, gt=0)
+    num_gpus: float | None = Field(None, ge=0)
+
+
+class CompareConfig(Section):
+    """fraction: the share of rows that plain decoding decodes too, on the same engine."""
+
+    fraction: float = Field(0.01, ge=0, le=1)
+
+
+class ErrorsConfig(Section):
+    """max_fraction: a run that ends with a larger share of error rows exits with code 3."""
+
+    max_fraction: float = Field(0.1, ge=0, le=1)
+
+
+class CostConfig(Section):
+    """device_hour_usd: price of one actor's device for an hour (null: no cost in the report)."""
+
+    device_hour_usd: float | None = Field(None, ge=0)
+
+
+class JobConfig(Section):
+    """The whole file."""
+
+    input: InputConfig
+    output: OutputConfig
+    model: ModelConfig
+    decoder: DecoderConfig = DecoderConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    compare: CompareConfig = CompareConfig()
+    errors: ErrorsConfig = ErrorsConfig()
+    cost: CostConfig = CostConfig()
+
+    def dump_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
+
+    Raises ConfigError naming the file or the setting.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path}: expected a mapping of sections (input, output, model, ...)")
+    for override in overrides:
+        _apply_override(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: Mapping[str, Any]) -> JobConfig:
+    """Validate a plain mapping. Raises ConfigError with one line per problem."""
+    try:
+        return JobConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems(error))) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"--set {override}: expected key.path=value, such as sampling.max_new_tokens=64")
+    node = data
+    for part in parts[:-1]:
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+    try:
+        node[parts[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+
+
+def _problems(error: ValidationError) -> Iterable[str]:
+    for problem in error.errors(include_url=False):
+        location = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"{location}: unknown setting{_nearest(location)}"
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            shown = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r})"
+            yield f"{location}: {message}{shown}"
+
+
+def _nearest(location: str) -> str:
+    matches = difflib.get_close_matches(location, setting_names(), n=1, cutoff=0.0)
+    return f"; the nearest valid key is {matches[0]}" if matches else ""
+
+
+def setting_names() -> list[str]:
+    """Every valid `section.key`, and the sections themselves."""
+    names: list[str] = []
+    for section, info in JobConfig.model_fields.items():
+        names.append(section)
+        assert isinstance(info.annotation, type)
+        assert issubclass(info.annotation, Section)
+        names += [f"{section}.{key}" for key in info.annotation.model_fields]
+    return names

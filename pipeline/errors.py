@@ -1,0 +1,32 @@
+"""Errors that users see. ConfigError and InputError stop a job before it starts; row errors are output rows."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ConfigError(ValueError):
+    """Bad configuration, input place or output place (exit code 2). The message names the setting and what to do."""
+
+
+class RowErrorType(StrEnum):
+    """The `error_type` of an error row."""
+
+    MALFORMED = "malformed"  # the line is no JSON object, or the file cannot be read
+    MISSING_FIELD = "missing_field"  # a column that the config names is absent or null
+    WRONG_TYPE = "wrong_type"  # a column holds a value of another type
+    EMPTY_PROMPT = "empty_prompt"
+    DUPLICATE_ID = "duplicate_id"
+    INVALID_TEXT = "invalid_text"  # lone surrogates: text that no UTF-8 file can hold
+    TEMPLATE = "template"  # the chat template refused the messages
+    PROMPT_TOO_LONG = "prompt_too_long"
+    DECODE = "decode"  # the engine failed on this row
+
+
+class RowError(Exception):
+    """One row that cannot be decoded; becomes an error row and never stops the others."""
+
+    def __init__(self, kind: RowErrorType, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
