@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/4] $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/4] $(TORCH) (large; minutes on a slow line)"
-	@$(PY) -m pip install -q $(TORCH)
+	@$(PY) -m pip install -q -c constraints.txt $(TORCH)
 	@echo "[3/4] the project and its tools, under constraints.txt"
 	@$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
 	@echo "[4/4] the demo's model: $(DEMO_MODEL)"

@@ -33,7 +33,7 @@ class SlotCache:
         return self._kv.nbytes
 
     def reserve(self, columns: int) -> None:
-        """Make room for `columns`. New columns are zero: masked columns are still multiplied, so they must be finite."""
+        """Make room for `columns`. New ones are zero: masked columns are still multiplied, so they must be finite."""
         if columns <= self.columns:
             return
         wanted = max(columns, 2 * self.columns)
@@ -61,7 +61,7 @@ class SlotCache:
         return keys[span, :, :columns], values[span, :, :columns]
 
     def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy column sources[i] of slots[i] to column targets[i], in all layers; every source is read before any write."""
+        """Copy column sources[i] of slots[i] to column targets[i], in all layers; all are read before any is written."""
         if not slots:
             return
         device = self._kv.device

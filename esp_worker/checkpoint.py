@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("ESPSTREAM_CACHE") or Path.home() / ".cache" / "espstream")
 
 
+@lru_cache(maxsize=4)
 def resolve(path: str, revision: str | None = None) -> Checkpoint:
     """Find (and, for GGUF, convert) a model. Raises ModelError with one clear line.
 
@@ -111,6 +113,20 @@ def _identity_files(folder: Path) -> list[Path]:
 
 
 def _digest(files: list[Path]) -> str:
+    """Digest of the files' names and contents, remembered in the cache folder for as long as size and time stand."""
+    stamp = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    known = cache_folder() / "digests" / xxhash.xxh3_128_hexdigest(repr(stamp).encode())
+    if known.exists():
+        return known.read_text()
+    digest = _content_digest(files)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    scratch = known.with_name(f".{known.name}-{os.getpid()}")
+    scratch.write_text(digest)
+    scratch.replace(known)
+    return digest
+
+
+def _content_digest(files: list[Path]) -> str:
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())

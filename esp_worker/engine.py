@@ -72,7 +72,9 @@ class Engine:
         if slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
         if max_length is not None and not 2 <= max_length <= model.context_length:
-            raise ValueError(f"max_length must lie in 2..{model.context_length} (the model's context), got {max_length}")
+            raise ValueError(
+                f"max_length must lie in 2..{model.context_length} (the model's context), got {max_length}"
+            )
         self.model = model
         self.slots = slots
         self.max_length = max_length or model.context_length
@@ -80,6 +82,7 @@ class Engine:
         self._lane = next(iter(self._lanes.values()))
         self._cache = model.new_cache(slots)
         self._running: list[_Sequence] = []
+        self._alone = 0  # sequences at the head of the lane that must not share a step
 
     # ---- requests in, completions out
 
@@ -111,6 +114,11 @@ class Engine:
             yield from self.step()
 
     @property
+    def methods(self) -> list[str]:
+        """Names of the lanes, the default first."""
+        return list(self._lanes)
+
+    @property
     def busy(self) -> bool:
         return bool(self._running) or any(lane.waiting for lane in self._lanes.values())
 
@@ -119,10 +127,18 @@ class Engine:
         """Ids of the requests in slots."""
         return [sequence.request.request_id for sequence in self._running]
 
-    def drop_running(self) -> list[Request]:
-        """Empty all slots (after a failed step) and return the requests that were in them."""
-        dropped, self._running = [sequence.request for sequence in self._running], []
-        return dropped
+    def drop_running(self) -> None:
+        """Forget the sequences in slots (after a step that failed)."""
+        self._running = []
+        self._alone = max(self._alone - 1, 0)
+
+    def restart_alone(self) -> None:
+        """Start the sequences in slots again from their prompts, one at a time, before any other (after a step that
+        failed: the one that fails alone is the culprit)."""
+        self._alone = len(self._running)
+        fresh = [_Sequence(old.request, old.drafter, old.limit) for old in self._running]
+        self._lane.waiting.extendleft(reversed(fresh))
+        self._running = []
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -146,7 +162,7 @@ class Engine:
         if not self._running and not self._lane.waiting:
             self._lane = next((lane for lane in self._lanes.values() if lane.waiting), self._lane)
         done = []
-        while self._lane.waiting and len(self._running) < self.slots:
+        while self._lane.waiting and len(self._running) < (1 if self._alone else self.slots):
             self._running.append(self._lane.waiting.popleft())
             self._prefill(self._running[-1], slot=len(self._running) - 1)
             done += self._release()
@@ -164,6 +180,7 @@ class Engine:
             if last is not sequence:
                 self._cache.move(len(self._running), slot, last.length)
                 self._running[slot] = last
+            self._alone = max(self._alone - 1, 0)
             latency = now - sequence.started
             done.append(
                 Completion(

@@ -48,13 +48,11 @@ def resolve_dtype(dtype: str, device: torch.device, checkpoint_dtype: torch.dtyp
     return torch.float32 if device.type == "cpu" else checkpoint_dtype or torch.bfloat16
 
 
-def load_model(folder: Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> CausalModel:
+def load_model(
+    folder: Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> CausalModel:
     """Load safetensors from a local folder. Raises ModelError for an architecture that the decoder does not support."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"model {folder}: its config.json cannot be used ({str(error).splitlines()[0]})") from error
-    check_supported(config)
+    config = read_config(folder, trust_remote_code)
     where = resolve_device(device)
     hf = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -63,6 +61,16 @@ def load_model(folder: Path, *, dtype: str = "auto", device: str = "auto", trust
         trust_remote_code=trust_remote_code,
     )
     return CausalModel(hf.to(where))
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's configuration. Raises ModelError when it cannot be read or is of an unsupported architecture."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model {folder}: its config.json cannot be used ({str(error).splitlines()[0]})") from error
+    check_supported(config)
+    return config
 
 
 def check_supported(config: Any) -> None:

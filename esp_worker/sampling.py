@@ -33,7 +33,9 @@ def filtered_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
         ordered, order = scores.sort(descending=True, stable=True)
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs  # mass ahead of each token: the best one is always kept
-        scores = scores.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf)
+        scores = scores.masked_fill(
+            torch.zeros_like(before, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
+        )
     return scores
 
 

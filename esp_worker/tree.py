@@ -134,7 +134,7 @@ class Candidates:
     probs: Sequence[float]
 
     def best(self, count: int, exclude: int | None) -> list[tuple[int, float]]:
-        """The `count` most probable (token, probability), leaving out `exclude` (pruning: the next best takes its place)."""
+        """The `count` most probable (token, probability) but for `exclude` (pruned: the next best takes its place)."""
         pairs = ((t, p) for t, p in zip(self.tokens, self.probs, strict=True) if t != exclude)
         return [pair for pair, _ in zip(pairs, range(count), strict=False)]
 

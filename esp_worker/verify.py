@@ -22,7 +22,8 @@ def accept_walk(tree: TokenTree, choose: Callable[[int, int], int]) -> Verdict:
     choose(row, depth) is the model's token after `row` (argmax, or the draw of that position). Where a child carries
     it, go there; else it is the bonus token and the walk ends.
     """
-    path, tokens = [ROOT], []
+    path: list[int] = [ROOT]
+    tokens: list[int] = []
     while True:
         token = choose(path[-1], len(tokens))
         tokens.append(token)

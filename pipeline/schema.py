@@ -49,13 +49,14 @@ RESULT_FIELDS = [
     pa.field("latency_s", pa.float64()),  # from slot to end
     pa.field("engine_s", pa.float64()),  # this row's share of the engine's busy time; sums to it over rows
     pa.field("mean_batch", pa.float64()),  # sequences that shared this row's steps, itself included
-    pa.field("finished_at", pa.timestamp("us", tz="UTC")),
+    pa.field("finished_at", pa.timestamp("us", tz="UTC")),  # end of the method's own decoding; - latency_s: its start
     pa.field("worker", pa.string()),
     pa.field("worker_load_s", pa.float64()),
     pa.field("worker_warmup_s", pa.float64()),
     # Comparison with plain decoding (`compare.fraction` of the rows; null elsewhere).
     pa.field("ar_decode_calls", pa.int32()),
     pa.field("ar_latency_s", pa.float64()),
+    pa.field("ar_finished_at", pa.timestamp("us", tz="UTC")),
     pa.field("ar_engine_s", pa.float64()),
     pa.field("ar_mean_batch", pa.float64()),
     pa.field("ar_output_tokens", pa.int32()),

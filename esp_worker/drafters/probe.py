@@ -1,5 +1,7 @@
-"""ESP: embedding-space probing (arXiv 2603.17942). Mask tokens drawn from the prompt's own embeddings stand where future
-tokens will; the frozen model's logits at those rows propose them.
+"""ESP: embedding-space probing (arXiv 2603.17942).
+
+Mask tokens drawn from the prompt's own embeddings stand where future tokens will; the frozen model's logits at those
+rows propose them.
 
 k masks m_1..m_k per sequence, H hidden size, V vocabulary. p_j = softmax of the j-th probe row of the deepest accepted
 node: p_1 proposes the token after the new root, p_2 the one after that.

@@ -1,0 +1,107 @@
+"""`python -m jobs.generate --config FILE`: prompts in, generations out.
+
+Results go to stdout, logs and progress to stderr. Exit codes: 0 done; 1 the job broke off (run it again to continue);
+2 bad configuration, input or output place; 3 finished, with more error rows than errors.max_fraction allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jobs.runtime import machine, ray_cluster, set_up_logging, versions
+from pipeline.config import JobConfig, load_config
+from pipeline.errors import ConfigError
+from pipeline.page import summary_lines
+from pipeline.run import Job, RunError, check_job, run_job
+from pipeline.source import read_rows
+
+logger = logging.getLogger("espstream")
+
+DONE, BROKEN, BAD_CONFIG, TOO_MANY_ERRORS = 0, 1, 2, 3
+DRY_RUN_ROWS = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    console = set_up_logging()
+    try:
+        config = load_config(options.config, _overrides(options))
+        if options.print_config:
+            print(config.dump_yaml(), end="")
+            return DONE
+        with ray_cluster():
+            job = check_job(config)
+            if options.dry_run:
+                print("\n".join(_plan_lines(job)))
+                return DONE
+            summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BROKEN
+    print("\n".join([*summary_lines(summary), f"report      {job.folder.place.child('report.html').uri}"]))
+    return _verdict(config, summary["rows"]["failed"], summary["rows"]["total"])
+
+
+def _verdict(config: JobConfig, failed: int, total: int) -> int:
+    allowed = config.errors.max_fraction
+    if total and failed / total > allowed:
+        print(f"error: {failed} of {total} rows failed; errors.max_fraction allows {allowed:.2%}", file=sys.stderr)
+        return TOO_MANY_ERRORS
+    return DONE
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    return [*options.set, *([f"input.limit={options.limit}"] if options.limit is not None else [])]
+
+
+def _plan_lines(job: Job) -> list[str]:
+    """The dry run: what would run, and the first rows as the parser sees them."""
+    plan, config = job.plan, job.plan.config
+    owed = job.scan.total - len(job.done)
+    decoder = config.decoder
+    lines = [
+        f"input     {job.scan.total} rows in {len(job.scan.files)} file(s), {len(job.scan.duplicates)} duplicate ids",
+        f"model     {config.model.path} ({plan.model_identity}), {plan.dtype} on {plan.device}",
+        f"decoder   {decoder.method}, {decoder.masks} masks, {decoder.tree} tree, block complexity "
+        f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
+        f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
+        f"{plan.threads} threads",
+        f"output    {job.folder.place.uri}: {len(job.done)} rows there, {owed} to do",
+    ]
+    for file in job.scan.files:
+        for row in itertools.islice(read_rows(file, config.input, job.scan.duplicates), DRY_RUN_ROWS):
+            shown = row.error or json.dumps(row.messages_or_prompt, ensure_ascii=False)[:100]
+            lines.append(f"row       {row.row_id}: {shown}")
+        break
+    return lines
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m jobs.generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML configuration")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override one setting; repeatable"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows (input.limit)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, decode nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration with its defaults")
+    return parser.parse_args(arguments)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(BAD_CONFIG, f"error: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What every command needs around its work: logging to stderr, a Ray to run on, a description of the machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.data import DataContext
+from rich.console import Console
+from rich.logging import RichHandler
+
+# Logical CPUs beyond the cores in a Ray that a command starts itself: actors may then use every core for their
+# threads while reading and writing still find a CPU to run on.
+SPARE_LOGICAL_CPUS = 2
+_NOISY = ("ray", "ray.data", "httpx", "urllib3", "filelock", "matplotlib")
+
+
+def set_up_logging() -> Console:
+    """Log to stderr: rich on a terminal, plain lines elsewhere. Returns the console of stderr."""
+    console = Console(stderr=True)
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return console
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Connect to the cluster that RAY_ADDRESS names (a submitted job's), else start a local Ray for this command."""
+    if ray.is_initialized():
+        yield
+        return
+    connect = bool(os.environ.get("RAY_ADDRESS"))
+    options: dict[str, Any] = {} if connect else {"num_cpus": (os.cpu_count() or 1) + SPARE_LOGICAL_CPUS}
+    # A local Ray needs no dashboard, and usage statistics are the user's to give.
+    if not connect:
+        options["include_dashboard"] = False
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    quiet_ray_data()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def quiet_ray_data() -> None:
+    """The commands show their own progress."""
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+
+def machine() -> dict[str, Any]:
+    """The driver's machine, for run.json and benchmarks."""
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpu": _gpu_name(), "platform": platform.platform()}
+
+
+def versions() -> dict[str, str]:
+    names = ("espstream", "ray", "torch", "transformers", "pyarrow")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpu_name() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

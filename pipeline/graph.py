@@ -1,0 +1,115 @@
+"""The Dataset's way: read -> prepare -> decode -> shards, each stage a function from Dataset to Dataset.
+
+`generate` is the composable call for a user's own Dataset; `decode` is the stage that it and the job share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+
+from pipeline.actor import DecodeActor
+from pipeline.config import JobConfig
+from pipeline.plan import Node, Plan, find_checkpoint, make_plan
+from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
+from pipeline.sink import write_batch
+from pipeline.source import Position, RowParser, Scan, SourceFile, read_rows
+
+CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slots: three rows in hand for each slot
+LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
+PREPARE_ROWS = 64
+
+
+def cluster_nodes() -> list[Node]:
+    """Logical resources of the running cluster's nodes."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in alive]
+
+
+def generate(rows: Dataset, config: JobConfig) -> Dataset:
+    """Decode a user's own Dataset: any schema that has the columns `config.input` names; returns output rows.
+
+    The result has pipeline.schema.output_schema; source_file is empty and row_index -1. `config.output` is not used.
+    Raises ConfigError when the model, the template or the cluster does not allow it; bad rows become error rows.
+    """
+    plan = make_plan(config, cluster_nodes())
+    prepared = rows.map_batches(
+        _prepare_table,
+        fn_kwargs={"plan": plan},
+        batch_format="pyarrow",
+        batch_size=PREPARE_ROWS,
+        num_cpus=LIGHT_CPUS,
+    )
+    return decode(prepared, plan)
+
+
+def read(scan: Scan, plan: Plan, done: np.ndarray) -> Dataset:
+    """Rows of prepared_schema from the scanned files, without those whose keys are in `done` (sorted uint64)."""
+    files = ray.data.from_items([asdict(file) for file in scan.files], override_num_blocks=len(scan.files))
+    known = {"plan": plan, "duplicates": scan.duplicates, "done": ray.put(done) if len(done) else None}
+    return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
+
+
+def decode(prepared: Dataset, plan: Plan, board: Any = None) -> Dataset:
+    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` engines."""
+    rows_per_call = -(-plan.config.engine.slots // 2)
+    pool = ActorPoolStrategy(
+        size=plan.config.cluster.actors,
+        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR + 2,
+        max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+    )
+    # Small blocks: the block is Ray's unit of loss, and one big block would keep one actor busy and the others idle.
+    return prepared.repartition(target_num_rows_per_block=rows_per_call).map_batches(
+        DecodeActor,
+        fn_constructor_args=(plan, board),
+        compute=pool,
+        batch_format="pyarrow",
+        batch_size=rows_per_call,
+        num_cpus=plan.num_cpus,
+        num_gpus=plan.num_gpus or None,
+    )
+
+
+def write(rows: Dataset, data_uri: str, config: JobConfig) -> Dataset:
+    """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out."""
+    return rows.map_batches(
+        write_batch,
+        fn_kwargs={"data_uri": data_uri, "keep_columns": config.input.keep_columns},
+        batch_format="pyarrow",
+        batch_size=config.output.rows_per_file,
+        num_cpus=LIGHT_CPUS,
+    )
+
+
+def _read_files(
+    files: pa.Table, plan: Plan, duplicates: Mapping[Position, Position], done: ray.ObjectRef | None
+) -> Iterator[pa.Table]:
+    keys = np.empty(0, np.uint64) if done is None else ray.get(done)
+    preparer = _preparer(plan)
+    for fields in files.to_pylist():
+        rows = read_rows(SourceFile(**fields), plan.config.input, duplicates)
+        owed = (row for row in rows if not _contains(keys, row.row_key))
+        while batch := list(islice(owed, PREPARE_ROWS)):
+            yield preparer.prepare(batch)
+
+
+def _prepare_table(table: pa.Table, plan: Plan) -> pa.Table:
+    return _preparer(plan).prepare(rows_from_mappings(table, RowParser(plan.config.input)))
+
+
+def _preparer(plan: Plan) -> Preparer:
+    model = plan.config.model
+    tokenizer = load_tokenizer(find_checkpoint(plan.config).folder, model.trust_remote_code)
+    return Preparer(tokenizer, plan.config.input, plan.max_length - 1)
+
+
+def _contains(sorted_keys: np.ndarray, key: int) -> bool:
+    at = np.searchsorted(sorted_keys, np.uint64(key))
+    return bool(at < len(sorted_keys) and sorted_keys[at] == np.uint64(key))

@@ -1,0 +1,183 @@
+"""What a run will really do: the model's files, precision, device, threads and actors, settled before anything starts.
+
+Everything that the configuration leaves open is decided here, once, on the driver, and goes to the actors and into
+run.json as it is. Nothing here starts work or writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esp_worker.checkpoint import Checkpoint, ModelError, eos_token_ids, resolve
+from esp_worker.model import read_config
+from pipeline.config import JobConfig
+from pipeline.errors import ConfigError
+from pipeline.prepare import Preparer, load_tokenizer
+
+# Logical CPUs that must stay free for reading and writing while every actor holds its own.
+SPARE_CPUS = 1.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """Logical resources of one cluster node."""
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A JobConfig with nothing left open. Sent to every actor."""
+
+    config: JobConfig
+    model_identity: str  # hub id and commit, or a digest of the files
+    dtype: str
+    device: str  # cpu | cuda
+    threads: int
+    num_cpus: float  # of one actor
+    num_gpus: float  # of one actor
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as it runs, for run.json: the file's sections with the derived values in place."""
+        data = self.config.model_dump()
+        data["model"] |= {"dtype": self.dtype, "device": self.device, "identity": self.model_identity}
+        data["engine"] |= {"threads": self.threads, "max_length": self.max_length}
+        data["cluster"] |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        data["sampling"] |= {"eos_token_ids": list(self.eos_token_ids)}
+        return data
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that changes a row's tokens or the output's columns. In 16 bits the method and the slots are part
+        of it, since kernels round differently for different numbers of rows."""
+        config = self.config
+        parts: dict[str, Any] = {
+            "model": self.model_identity,
+            "dtype": self.dtype,
+            "max_length": self.max_length,
+            "sampling": config.sampling.model_dump() | {"eos_token_ids": sorted(self.eos_token_ids)},
+            "input": config.input.model_dump(exclude={"limit"}),
+        }
+        if self.dtype in ("bfloat16", "float16"):
+            parts |= {"decoder": config.decoder.model_dump(), "slots": config.engine.slots, "device": self.device}
+        return parts
+
+
+def make_plan(config: JobConfig, nodes: Sequence[Node]) -> Plan:
+    """Settle a configuration on a cluster. Raises ConfigError naming the setting and what is missing."""
+    checkpoint = find_checkpoint(config)
+    model_config = read_model_config(config, checkpoint.folder)
+    device = _device(config, nodes)
+    threads = config.engine.threads or _threads(config, device, nodes)
+    num_gpus = config.cluster.num_gpus
+    plan = Plan(
+        config=config,
+        model_identity=checkpoint.identity,
+        dtype=_dtype(config, device, model_config),
+        device=device,
+        threads=threads,
+        num_cpus=config.cluster.num_cpus or (float(threads) if device == "cpu" else 1.0),
+        num_gpus=(1.0 if device == "cuda" else 0.0) if num_gpus is None else num_gpus,
+        max_length=_max_length(config, model_config),
+        eos_token_ids=_eos(config, checkpoint.folder),
+    )
+    if device == "cuda" and plan.num_gpus == 0:
+        raise ConfigError("cluster.num_gpus: 0 with model.device: cuda; an actor must ask Ray for the GPU it uses")
+    Preparer(load_tokenizer(checkpoint.folder, config.model.trust_remote_code), config.input, plan.max_length - 1)
+    check_cluster(plan, nodes)
+    return plan
+
+
+def find_checkpoint(config: JobConfig) -> Checkpoint:
+    try:
+        return resolve(config.model.path, config.model.revision)
+    except ModelError as error:
+        raise ConfigError(f"model.path: {error}") from error
+
+
+def read_model_config(config: JobConfig, folder: Path) -> Any:
+    try:
+        return read_config(folder, config.model.trust_remote_code)
+    except ModelError as error:
+        raise ConfigError(f"model.path: {error}") from error
+
+
+def check_cluster(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Refuse a plan that would wait for ever, saying what is missing."""
+    actors, cpus, gpus = plan.config.cluster.actors, plan.num_cpus, plan.num_gpus
+    places = sum(_actors_on(node, cpus, gpus) for node in nodes)
+    total = sum(node.cpus for node in nodes)
+    if places < actors:
+        raise ConfigError(
+            f"cluster.actors: {actors} actors of {cpus:g} CPUs and {gpus:g} GPUs each do not fit: the cluster has "
+            f"{len(nodes)} node(s), {total:g} logical CPUs and {sum(node.gpus for node in nodes):g} GPUs, room for "
+            f"{places}; add nodes, or lower cluster.actors, engine.threads or cluster.num_cpus"
+        )
+    if total < actors * cpus + SPARE_CPUS:
+        raise ConfigError(
+            f"cluster: {actors} actors of {cpus:g} CPUs take all {total:g} logical CPUs and leave none for reading and "
+            f"writing (the job would hang); {actors * cpus + SPARE_CPUS - total:g} more is needed: start Ray with a "
+            "higher --num-cpus, or lower cluster.actors, engine.threads or cluster.num_cpus"
+        )
+
+
+def _actors_on(node: Node, cpus: float, gpus: float) -> int:
+    return int(min(node.cpus // cpus, node.gpus // gpus if gpus else float("inf")))
+
+
+def _device(config: JobConfig, nodes: Sequence[Node]) -> str:
+    """The actors' device; Ray shows each actor its own GPU, so an index means nothing there."""
+    wanted = config.model.device.partition(":")[0]
+    if wanted == "auto":
+        return "cuda" if any(node.gpus for node in nodes) and config.cluster.num_gpus != 0 else "cpu"
+    return wanted
+
+
+def _threads(config: JobConfig, device: str, nodes: Sequence[Node]) -> int:
+    """On a CPU, the machine's cores shared among its actors (as if spread evenly over the nodes)."""
+    if device != "cpu":
+        return 1
+    per_node = -(-config.cluster.actors // len(nodes))
+    cores = min(min(node.cpus for node in nodes), os.cpu_count() or 1)
+    return max(1, int(cores // per_node))
+
+
+def _dtype(config: JobConfig, device: str, model_config: Any) -> str:
+    """`auto`: float32 on a CPU, where 16 bits are slower and not exact; the checkpoint's own on a GPU."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    own = getattr(model_config, "dtype", None)
+    return "float32" if device == "cpu" else str(own or "bfloat16").removeprefix("torch.")
+
+
+def _max_length(config: JobConfig, model_config: Any) -> int:
+    context, wanted = model_config.max_position_embeddings, config.engine.max_length
+    if wanted is not None and wanted > context:
+        raise ConfigError(f"engine.max_length: {wanted} is beyond the model's context of {context} tokens")
+    return wanted or context
+
+
+def _eos(config: JobConfig, folder: Path) -> tuple[int, ...]:
+    """sampling.eos_token_ids, else the checkpoint's generation_config or config, and its tokenizer's EOS."""
+    if config.sampling.eos_token_ids is not None:
+        return tuple(config.sampling.eos_token_ids)
+    tokenizer_eos = load_tokenizer(folder, config.model.trust_remote_code).eos_token_id
+    return tuple(sorted(eos_token_ids(folder) | ({tokenizer_eos} if tokenizer_eos is not None else set())))
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: old -> new` for each leaf in which two fingerprints differ."""
+    lines: list[str] = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += difference(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
+    return lines

@@ -1,0 +1,136 @@
+"""Parsed rows to rows ready to decode: chat template, tokenizer, length check.
+
+One bad row becomes an error row and never stops the others. The decoder below sees token ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from pipeline.config import InputConfig
+from pipeline.errors import ConfigError, RowError, RowErrorType
+from pipeline.schema import prepared_schema
+from pipeline.source import ParsedRow, RowParser, table_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@lru_cache(maxsize=2)
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, loaded once a process. Raises ConfigError when it has none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path: {folder} has no tokenizer that can be loaded ({reason})") from error
+
+
+class Preparer:
+    """Applies the chat template and tokenizes. `max_prompt_tokens`: what engine.max_length leaves for a prompt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: InputConfig, max_prompt_tokens: int) -> None:
+        """Raises ConfigError when the config needs a chat template and the tokenizer has none."""
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_prompt_tokens = max_prompt_tokens
+        self.schema = prepared_schema(config.keep_columns)
+        self._use_template = _use_template(tokenizer, config)
+
+    def prepare(self, rows: Iterable[ParsedRow]) -> pa.Table:
+        """One table row per input row, in order, of `schema`; an error row has null prompt_ids."""
+        records = [self._record(row) for row in rows]
+        return pa.Table.from_pylist(records, schema=self.schema)
+
+    def _record(self, row: ParsedRow) -> dict[str, Any]:
+        prompt_ids = None
+        if row.error is None:
+            try:
+                prompt_ids = self._prompt_ids(row)
+            except RowError as error:
+                row = row.failed(error)
+        return {
+            "row_id": row.row_id,
+            "row_key": row.row_key,
+            "source_file": row.source_file,
+            "row_index": row.row_index,
+            **row.kept,
+            "prompt_ids": prompt_ids,
+            "error": row.error,
+            "error_type": row.error_type,
+        }
+
+    def _prompt_ids(self, row: ParsedRow) -> list[int]:
+        assert row.messages_or_prompt is not None
+        ids = self._template_ids(row.messages_or_prompt) if self._use_template else self._raw_ids(row)
+        if not ids:
+            raise RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no token that the model's tokenizer knows")
+        if len(ids) > self.max_prompt_tokens:
+            raise RowError(
+                RowErrorType.PROMPT_TOO_LONG,
+                f"the prompt has {len(ids)} tokens and engine.max_length leaves room for {self.max_prompt_tokens}; "
+                "shorten the prompt or raise engine.max_length",
+            )
+        return ids
+
+    def _template_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        # The template writes the BOS and all other special tokens itself, so the tokenizer must add none.
+        return self._tokenize(self._render(prompt), add_special_tokens=False)
+
+    def _render(self, prompt: str | list[dict[str, Any]]) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.config.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is the checkpoint's own program and may raise anything over one row
+            reason = f"the chat template refused it: {type(error).__name__}: {str(error)[:200]}"
+            raise RowError(RowErrorType.TEMPLATE, reason) from error
+        return str(text)
+
+    def _raw_ids(self, row: ParsedRow) -> list[int]:
+        text, bos = row.messages_or_prompt, self.tokenizer.bos_token_id
+        assert isinstance(text, str)
+        ids = self._tokenize(text, add_special_tokens=True)
+        brought_its_own = bos is not None and text.startswith(self.tokenizer.bos_token)
+        return ids[1:] if brought_its_own and ids[:2] == [bos, bos] else ids
+
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        # verbose=False: the tokenizer's own warning about length says nothing about this row.
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+
+def rows_from_mappings(table: pa.Table, parser: RowParser) -> list[ParsedRow]:
+    """Rows of a user's own Ray Dataset block: no file, index -1.
+
+    Without id_column a row's id is a hash of its content, so rows that are equal share id and key. Ids in id_column
+    are taken as given: duplicates are not looked for.
+    """
+    return [parser.parse(replace(raw, index=-1)) for raw in table_rows(table, parser.columns)]
+
+
+def _use_template(tokenizer: PreTrainedTokenizerBase, config: InputConfig) -> bool:
+    if config.chat_template == "never":
+        return False
+    if tokenizer.chat_template:
+        return True
+    needs = {
+        "input.chat_template: always": config.chat_template == "always",
+        "input.messages_column": config.messages_column,
+        "input.system_prompt": config.system_prompt,
+    }
+    for setting, needed in needs.items():
+        if needed:
+            raise ConfigError(
+                f"{setting} needs a chat template and the model's tokenizer has none; "
+                "use an instruction-tuned model, or input.prompt_column with complete prompts"
+            )
+    return False

@@ -1,0 +1,87 @@
+"""Whose output a folder holds, and what of it is already done.
+
+run.json binds a folder to a fingerprint of everything that changes its rows. The same fingerprint continues: rows whose
+keys are in the shards are not decoded again. Another one is refused, with the difference shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from pipeline.config import OutputConfig
+from pipeline.errors import ConfigError
+from pipeline.plan import difference
+from pipeline.sink import DATA_FOLDER, shards
+from pipeline.storage import open_place
+
+RUN_FILE = "run.json"
+REPORT_FILES = ("report.json", "report.html")
+
+
+class RunFolder:
+    """OUT: its run.json, its shards, and the rules for using it again."""
+
+    def __init__(self, uri: str) -> None:
+        self.place = open_place(uri)
+        self.data = self.place.child(DATA_FOLDER)
+
+    def read_run(self) -> dict[str, Any] | None:
+        """run.json, None where there is none. Raises ConfigError when it is not JSON."""
+        file = self.place.child(RUN_FILE)
+        if not file.exists():
+            return None
+        try:
+            return json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"output.path: {file.uri} is not valid JSON ({error}); move it away") from error
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        self.place.child(RUN_FILE).write_atomic(json.dumps(run, indent=2, ensure_ascii=False).encode())
+
+    def write_report(self, report_json: bytes, report_html: bytes) -> None:
+        for name, content in zip(REPORT_FILES, (report_json, report_html), strict=True):
+            self.place.child(name).write_atomic(content)
+
+    def check(self, output: OutputConfig, fingerprint: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless this folder may be written to under `fingerprint`."""
+        if output.overwrite:
+            return
+        run, written = self.read_run(), bool(shards(self.data))
+        if run is None:
+            if written:
+                raise ConfigError(
+                    f"output.path: {self.data.uri} holds shards but there is no {RUN_FILE} to say whose; "
+                    "choose another folder or set output.overwrite: true"
+                )
+            return
+        changed = difference(run.get("fingerprint", {}), fingerprint)
+        if changed:
+            raise ConfigError(
+                f"output.path: {self.place.uri} holds another run's data; it differs in\n  "
+                + "\n  ".join(changed)
+                + "\nchoose another folder or set output.overwrite: true"
+            )
+        if written and not output.resume:
+            raise ConfigError(
+                f"output.path: {self.place.uri} holds this run's data already; set output.resume: true to continue it "
+                "or output.overwrite: true to start over"
+            )
+
+    def clear(self) -> None:
+        """Delete what this project wrote here, and nothing else."""
+        for file in [*shards(self.data), *map(self.place.child, (*REPORT_FILES, RUN_FILE))]:
+            if file.exists():
+                file.delete()
+
+    def finished_keys(self) -> np.ndarray:
+        """Sorted row keys (uint64) of all rows in the shards; reads that column only."""
+        columns = []
+        for shard in shards(self.data):
+            with shard.open_input() as stream:
+                columns.append(pq.read_table(stream, columns=["row_key"])["row_key"].to_numpy())
+        return np.unique(np.concatenate(columns)) if columns else np.empty(0, np.uint64)

@@ -1,0 +1,62 @@
+"""Output shards: each appears whole or not at all, under a name that its own rows decide.
+
+A shard's name is a digest of the keys of its rows, so a write that is tried again replaces exactly its own shard and
+can never touch another's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from pipeline.schema import output_schema
+from pipeline.storage import Place, open_place
+
+DATA_FOLDER = "data"
+SHARD_PREFIX = "part-"
+SHARD_SUFFIX = ".parquet"
+
+WRITTEN_SCHEMA = pa.schema([("shard", pa.string()), ("rows", pa.int64()), ("failed", pa.int64())])
+
+
+def shard_name(table: pa.Table) -> str:
+    """part-<128-bit digest of the sorted (row_key, sample_index) pairs>.parquet"""
+    keys = sorted(zip(table["row_key"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+    digest = xxhash.xxh3_128(b"".join(key.to_bytes(8, "big") + sample.to_bytes(4, "big") for key, sample in keys))
+    return f"{SHARD_PREFIX}{digest.hexdigest()}{SHARD_SUFFIX}"
+
+
+def write_shard(data: Place, table: pa.Table) -> str:
+    """Write output rows as one shard of the folder `data`; returns its name. Raises OSError when storage gives up."""
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    name = shard_name(table)
+    data.child(name).write_atomic(buffer.getvalue())
+    return name
+
+
+def write_batch(table: pa.Table, data_uri: str, keep_columns: Mapping[str, str]) -> pa.Table:
+    """A Ray Data stage: output rows in, one row of WRITTEN_SCHEMA per shard out."""
+    schema = output_schema(keep_columns)
+    table = table.select(schema.names).cast(schema)
+    name = write_shard(open_place(data_uri), table)
+    failed = table.num_rows - table["error_type"].null_count
+    return pa.table({"shard": [name], "rows": [table.num_rows], "failed": [failed]}, schema=WRITTEN_SCHEMA)
+
+
+def shards(data: Place) -> list[Place]:
+    """The shards of an output folder."""
+    return [
+        file for file in data.list_files() if file.name.startswith(SHARD_PREFIX) and file.name.endswith(SHARD_SUFFIX)
+    ]
+
+
+def read_columns(data: Place, columns: list[str], schema: pa.Schema) -> pa.Table:
+    """Some columns of all shards, as one table (empty, with its schema, when there is no shard)."""
+    tables = [pq.read_table(io.BytesIO(shard.read_bytes()), columns=columns) for shard in shards(data)]
+    wanted = pa.schema([schema.field(name) for name in columns])
+    return pa.concat_tables([table.select(columns).cast(wanted) for table in tables] or [wanted.empty_table()])
