@@ -61,7 +61,7 @@ class SlotCache:
         return keys[span, :, :columns], values[span, :, :columns]
 
     def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy column sources[i] of slots[i] to column targets[i], in all layers; all are read before any is written."""
+        """Copy column sources[i] of slots[i] to column targets[i], in all layers; reads all before it writes."""
         if not slots:
             return
         device = self._kv.device

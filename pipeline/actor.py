@@ -101,14 +101,12 @@ class DecodeActor:
         seed = row_seed(self._plan.config.sampling.seed, row["row_id"])
         request = self._request(row, seed)
         compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
-        submitted = [self._service.submit(request, self._method)]
-        if compared:
-            submitted.append(self._service.submit(request, NoDrafter.name))
+        methods = [self._method, NoDrafter.name] if compared else [self._method]
         try:
-            completion, finished = await _timed(submitted[0])
-            result = self._result(completion, finished) | {"seed": seed, "prompt_tokens": len(request.prompt_ids)}
+            done = await asyncio.gather(*(_timed(self._service.submit(request, method)) for method in methods))
+            result = self._result(*done[0]) | {"seed": seed, "prompt_tokens": len(request.prompt_ids)}
             if compared:
-                result |= _comparison(completion, *await _timed(submitted[1]))
+                result |= _comparison(done[0][0], *done[1])
         except Exception as error:
             logger.warning(
                 "row %s of %s failed: %s: %s", row["row_id"], row["source_file"], type(error).__name__, error

@@ -26,7 +26,9 @@ def _as_type_map(value: object) -> object:
     """`[a, b]` means both as strings; `{a: int64}` names the type."""
     if isinstance(value, str):
         value = [value]
-    return dict.fromkeys(value, "string") if isinstance(value, list) else value
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return dict.fromkeys(value, "string")
+    return value
 
 
 ColumnType = Literal["string", "int64", "float64", "bool"]
@@ -210,9 +212,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path}: not valid UTF-8: {error}") from error
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that the calendar lacks
         raise ConfigError(f"config file {path}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path}: expected a mapping of sections (input, output, model, ...)")
@@ -243,7 +247,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {part} is a value, not a section")
     try:
         node[parts[-1]] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
 
 

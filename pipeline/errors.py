@@ -1,4 +1,4 @@
-"""Errors that users see. ConfigError and InputError stop a job before it starts; row errors are output rows."""
+"""Errors that users see. ConfigError stops a job before it starts; row errors are output rows."""
 
 from __future__ import annotations
 

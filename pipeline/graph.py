@@ -17,10 +17,12 @@ from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
 from pipeline.config import JobConfig
+from pipeline.parse import RowParser
 from pipeline.plan import Node, Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
+from pipeline.scan import Scan, owed_rows
 from pipeline.sink import write_batch
-from pipeline.source import Position, RowParser, Scan, SourceFile, read_rows
+from pipeline.source import Position, SourceFile
 
 CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slots: three rows in hand for each slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
@@ -94,8 +96,7 @@ def _read_files(
     keys = np.empty(0, np.uint64) if done is None else ray.get(done)
     preparer = _preparer(plan)
     for fields in files.to_pylist():
-        rows = read_rows(SourceFile(**fields), plan.config.input, duplicates)
-        owed = (row for row in rows if not _contains(keys, row.row_key))
+        owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys)
         while batch := list(islice(owed, PREPARE_ROWS)):
             yield preparer.prepare(batch)
 
@@ -108,8 +109,3 @@ def _preparer(plan: Plan) -> Preparer:
     model = plan.config.model
     tokenizer = load_tokenizer(find_checkpoint(plan.config).folder, model.trust_remote_code)
     return Preparer(tokenizer, plan.config.input, plan.max_length - 1)
-
-
-def _contains(sorted_keys: np.ndarray, key: int) -> bool:
-    at = np.searchsorted(sorted_keys, np.uint64(key))
-    return bool(at < len(sorted_keys) and sorted_keys[at] == np.uint64(key))

@@ -128,7 +128,8 @@ def check_cluster(plan: Plan, nodes: Sequence[Node]) -> None:
 
 
 def _actors_on(node: Node, cpus: float, gpus: float) -> int:
-    return int(min(node.cpus // cpus, node.gpus // gpus if gpus else float("inf")))
+    # Ray counts in ten-thousandths; 1.0 // 0.1 is 9.
+    return int(min(node.cpus / cpus, node.gpus / gpus if gpus else float("inf")) + 1e-4)
 
 
 def _device(config: JobConfig, nodes: Sequence[Node]) -> str:
@@ -140,12 +141,12 @@ def _device(config: JobConfig, nodes: Sequence[Node]) -> str:
 
 
 def _threads(config: JobConfig, device: str, nodes: Sequence[Node]) -> int:
-    """On a CPU, the machine's cores shared among its actors (as if spread evenly over the nodes)."""
+    """On a CPU, the machine's cores shared among its actors (as if spread evenly over the nodes that take work)."""
     if device != "cpu":
         return 1
-    per_node = -(-config.cluster.actors // len(nodes))
-    cores = min(min(node.cpus for node in nodes), os.cpu_count() or 1)
-    return max(1, int(cores // per_node))
+    able = [node.cpus for node in nodes if node.cpus] or [0.0]  # a head node may offer no CPU
+    per_node = -(-config.cluster.actors // len(able))
+    return max(1, int(min(*able, os.cpu_count() or 1) // per_node))
 
 
 def _dtype(config: JobConfig, device: str, model_config: Any) -> str:

@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowError, RowErrorType
+from pipeline.parse import ParsedRow, RowParser
 from pipeline.schema import prepared_schema
-from pipeline.source import ParsedRow, RowParser, table_rows
+from pipeline.source import table_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

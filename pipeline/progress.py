@@ -69,7 +69,7 @@ class Moment:
 
     @property
     def seconds_left(self) -> float | None:
-        left = self.expected - self.tally.rows
+        left = max(self.expected - self.tally.rows, 0)  # rows of a task that Ray ran again count twice
         return left * self.elapsed / self.tally.rows if self.tally.rows else None
 
     def line(self) -> str:

@@ -272,15 +272,18 @@ def _time(table: pa.Table, tokens: Mapping[str, int], record: Mapping[str, Any])
 
 
 def _worker_spans(table: pa.Table) -> list[dict[str, Any]]:
-    """One entry a worker, by name. Times in whole microseconds since 1970: a row starts at finished_at - latency_s and
-    ends with its comparison, where it has one."""
+    """One entry a worker, by name. Times in whole microseconds since 1970: decoding starts at its end - its latency;
+    a compared row spans both of its decodings."""
     rows = table.filter(pc.and_(pc.is_valid(table["worker"]), pc.is_valid(table["finished_at"])))
-    method_end_us, ar_end_us = _microseconds(rows["finished_at"]), _microseconds(rows["ar_finished_at"])
-    latency_us = pc.cast(pc.round(pc.multiply(pc.fill_null(rows["latency_s"], 0.0), 1e6)), pa.int64())
+    end_us, ar_end_us = _microseconds(rows["finished_at"]), _microseconds(rows["ar_finished_at"])
+    start_us, ar_start_us = (
+        pc.subtract(end, pc.cast(pc.round(pc.multiply(pc.fill_null(rows[latency], 0.0), 1e6)), pa.int64()))
+        for end, latency in ((end_us, "latency_s"), (ar_end_us, "ar_latency_s"))
+    )
     columns = {
         "worker": rows["worker"],
-        "start_us": pc.subtract(method_end_us, latency_us),
-        "end_us": pc.max_element_wise(method_end_us, ar_end_us),
+        "start_us": pc.min_element_wise(start_us, ar_start_us),
+        "end_us": pc.max_element_wise(end_us, ar_end_us),
         "load_s": pc.fill_null(rows["worker_load_s"], 0.0),
         "warmup_s": pc.fill_null(rows["worker_warmup_s"], 0.0),
         "busy_s": pc.add(pc.fill_null(rows["engine_s"], 0.0), pc.fill_null(rows["ar_engine_s"], 0.0)),

@@ -31,14 +31,17 @@ class RunFolder:
         self.data = self.place.child(DATA_FOLDER)
 
     def read_run(self) -> dict[str, Any] | None:
-        """run.json, None where there is none. Raises ConfigError when it is not JSON."""
+        """run.json, None where there is none. Raises ConfigError when it is no JSON object with a fingerprint."""
         file = self.place.child(RUN_FILE)
         if not file.exists():
             return None
         try:
-            return json.loads(file.read_bytes())
+            run = json.loads(file.read_bytes())
         except ValueError as error:
             raise ConfigError(f"output.path: {file.uri} is not valid JSON ({error}); move it away") from error
+        if not isinstance(run, dict) or not isinstance(run.get("fingerprint"), dict):
+            raise ConfigError(f"output.path: {file.uri} is not a run's record (it has no fingerprint); move it away")
+        return run
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         self.place.child(RUN_FILE).write_atomic(json.dumps(run, indent=2, ensure_ascii=False).encode())
@@ -59,7 +62,7 @@ class RunFolder:
                     "choose another folder or set output.overwrite: true"
                 )
             return
-        changed = difference(run.get("fingerprint", {}), fingerprint)
+        changed = difference(run["fingerprint"], fingerprint)
         if changed:
             raise ConfigError(
                 f"output.path: {self.place.uri} holds another run's data; it differs in\n  "

@@ -19,7 +19,7 @@ KEEP_TYPES: dict[str, pa.DataType] = {
 # Columns that identify a row; carried unchanged from the source to the output.
 IDENTITY_FIELDS = [
     pa.field("row_id", pa.string(), nullable=False),  # the input's id, else "<file>:<line>"
-    pa.field("row_key", pa.uint64(), nullable=False),  # hash of (file identity, id, content); see source.row_key
+    pa.field("row_key", pa.uint64(), nullable=False),  # hash of (file identity, id, content); see parse.row_key
     pa.field("source_file", pa.string(), nullable=False),  # path relative to input.path's root
     pa.field("row_index", pa.int64(), nullable=False),  # 0-based position in source_file (JSONL: line - 1)
 ]

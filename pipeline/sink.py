@@ -33,7 +33,9 @@ def shard_name(table: pa.Table) -> str:
 def write_shard(data: Place, table: pa.Table) -> str:
     """Write output rows as one shard of the folder `data`; returns its name. Raises OSError when storage gives up."""
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
+    with pq.ParquetWriter(buffer, table.schema, compression="zstd") as writer:
+        if table.num_rows:  # `datasets` cannot read a row group of no rows
+            writer.write_table(table)
     name = shard_name(table)
     data.child(name).write_atomic(buffer.getvalue())
     return name
@@ -57,6 +59,6 @@ def shards(data: Place) -> list[Place]:
 
 def read_columns(data: Place, columns: list[str], schema: pa.Schema) -> pa.Table:
     """Some columns of all shards, as one table (empty, with its schema, when there is no shard)."""
-    tables = [pq.read_table(io.BytesIO(shard.read_bytes()), columns=columns) for shard in shards(data)]
+    tables = [pq.read_table(pa.BufferReader(shard.read_bytes()), columns=columns) for shard in shards(data)]
     wanted = pa.schema([schema.field(name) for name in columns])
     return pa.concat_tables([table.select(columns).cast(wanted) for table in tables] or [wanted.empty_table()])

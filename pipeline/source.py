@@ -1,8 +1,7 @@
-"""Prompt files to parsed rows: list the input, read each JSONL or Parquet file row by row, parse strictly.
+"""Prompt files to rows: list the input, read each JSONL or Parquet file row by row in bounded memory.
 
-Nothing is inferred: a date-like prompt stays a string, an int is never a prompt, and whatever is wrong with one row or
-one file becomes an error row that names the file and line, so the rest goes on. `scan` counts rows and finds duplicate
-ids before the job starts; `read_rows` then yields exactly those rows in file order.
+A broken line is one error row, and a file that is corrupt from some point on ends in one there, so the rest goes on.
+What a row means is `parse`'s business; counting rows and finding duplicate ids before the job starts is `scan`'s.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ import itertools
 import json
 import logging
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 import zstandard
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowError, RowErrorType
+from pipeline.parse import ParsedRow, RawRow, RowParser, row_key, too_deep, type_name, where_in_file
 from pipeline.storage import Place, StorageError, expand_with_root, open_place
 
 logger = logging.getLogger(__name__)
@@ -40,8 +37,6 @@ SHOWN_CHARS = 60  # of a broken line, in its error
 
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CORRUPT = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
-_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "object"}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -53,62 +48,6 @@ class SourceFile:
     format: Format
     size: int  # bytes
     take: int | None = None  # leading rows to read; None: all
-
-
-@dataclass(frozen=True)
-class ParsedRow:
-    """One input row. An error row has error and error_type, and whatever identity and kept columns could be read."""
-
-    row_id: str
-    row_key: int  # uint64; see row_key()
-    source_file: str
-    row_index: int  # 0-based; JSONL: line - 1
-    where: str  # "<file name>, line N": how error messages name this row
-    messages_or_prompt: str | list[dict[str, Any]] | None  # None in an error row
-    kept: dict[str, Any]
-    error: str | None = None
-    error_type: RowErrorType | None = None
-
-    def failed(self, error: RowError) -> ParsedRow:
-        """This row as an error row."""
-        return replace(self, messages_or_prompt=None, error=f"{self.where}: {error.message}", error_type=error.kind)
-
-
-@dataclass(frozen=True)
-class FileScan:
-    """What one file holds. `ids`: 128-bit id hashes, uint64 [rows, 2], 0 where a row has no id (empty without
-    id_column); `row_index`: int64 [rows], likewise."""
-
-    rows: int
-    ids: np.ndarray
-    row_index: np.ndarray
-
-
-@dataclass(frozen=True)
-class Scan:
-    """The whole input. `rows`: what read_rows yields for each of `files`; `duplicates`: later use of an id -> first.
-
-    `rows` is exact, save for a Parquet file whose footer is sound and whose data is corrupt: the footer's count is
-    taken, while reading ends early, in one error row.
-    """
-
-    files: list[SourceFile]
-    rows: list[int]
-    duplicates: dict[Position, Position]
-
-    @property
-    def total(self) -> int:
-        return sum(self.rows)
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A row before parsing: its columns, or why they cannot be read. `line`: a JSONL line's bytes."""
-
-    index: int
-    values: Mapping[str, Any]
-    error: RowError | None = None
-    line: bytes = field(default=b"", repr=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- listing
@@ -181,205 +120,6 @@ def _format(name: str, config: InputConfig) -> Format:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- parsing
-
-
-def row_key(name: str, row_id: str, content: bytes) -> int:
-    """A row's key for resuming and seeding: xxh3_64 of file name, id and content.
-
-    It does not depend on other rows or files, and changes with the row's own content. Two of n rows share a key with
-    probability n^2 / 2^65: 2.7e-8 at a million rows, 2.7e-4 at a hundred million.
-    """
-    # JSON text holds no raw newline, so the first one separates the parts unambiguously.
-    identity = json.dumps([name, row_id], separators=(",", ":")).encode()
-    return int(xxhash.xxh3_64_intdigest(identity + b"\n" + content))
-
-
-class RowParser:
-    """Turns one raw mapping into a ParsedRow by the config's rules. Never raises for bad data."""
-
-    def __init__(self, config: InputConfig) -> None:
-        self.config = config
-        named = [config.text_column, *([config.id_column] if config.id_column else []), *config.keep_columns]
-        self.columns = list(dict.fromkeys(named))  # all that is read of a row
-        self._content_columns = dict.fromkeys([config.text_column, *config.keep_columns])
-
-    def parse(self, raw: RawRow, name: str = "", unit: Literal["line", "row"] = "row") -> ParsedRow:
-        """`name` is the file's; "" for rows that come from no file, whose id without id_column is a content hash."""
-        try:
-            return self._parse(raw, name, unit)
-        except RecursionError:  # Python's JSON reader and writer give up at slightly different depths
-            return self._parse(RawRow(raw.index, {}, _too_deep(), raw.line), name, unit)
-
-    def read_id(self, values: Mapping[str, Any]) -> str:
-        """The row's id in id_column. Raises RowError."""
-        column = self.config.id_column
-        assert column
-        value = _required(values, column, "input.id_column")
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        if not isinstance(value, str) or not value:
-            raise _wrong_type(column, "a non-empty string or an integer", value)
-        return _valid_text(column, value)
-
-    def _parse(self, raw: RawRow, name: str, unit: str) -> ParsedRow:
-        problems = [raw.error] if raw.error else []
-        content = raw.line if raw.error and raw.line else self._content(raw.values)
-        default_id = f"{name}:{raw.index + 1}" if name else xxhash.xxh3_128_hexdigest(content)
-        row_id = self.config.id_column and _attempt(problems, self.read_id, raw.values)
-        text = _attempt(problems, self._read_text, raw.values)
-        kept = {
-            column: _attempt(problems, _keep, column, kind, raw.values)
-            for column, kind in self.config.keep_columns.items()
-        }
-        row_id = row_id or default_id
-        row = ParsedRow(
-            row_id=row_id,
-            row_key=row_key(name, row_id, content),
-            source_file=name,
-            row_index=raw.index,
-            where=_where(name, raw.index, unit) if name else f"row {row_id[:80]}",
-            messages_or_prompt=text,
-            kept=kept,
-        )
-        return row.failed(problems[0]) if problems else row
-
-    def _content(self, values: Mapping[str, Any]) -> bytes:
-        """Canonical JSON of what the output depends on. `repr` serves Parquet's values that JSON lacks."""
-        content = {column: values.get(column) for column in self._content_columns}
-        return json.dumps(content, sort_keys=True, separators=(",", ":"), default=repr).encode()
-
-    def _read_text(self, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        if self.config.messages_column:
-            return _read_messages(self.config.messages_column, values)
-        return _read_prompt(self.config.text_column, values)
-
-
-def _attempt(problems: list[RowError], read: Callable[..., _T], *arguments: Any) -> _T | None:
-    """What `read` returns; or None, with its RowError noted, so that the row's other columns are still read."""
-    try:
-        return read(*arguments)
-    except RowError as error:
-        problems.append(error)
-        return None
-
-
-def _read_prompt(column: str, values: Mapping[str, Any]) -> str:
-    value = _required(values, column, "input.prompt_column")
-    if not isinstance(value, str):
-        hint = "; for chat messages set input.messages_column" if isinstance(value, list) else ""
-        raise _wrong_type(column, "a string", value, hint)
-    if not value.strip():
-        raise RowError(RowErrorType.EMPTY_PROMPT, f"column {column!r} is empty; expected a prompt")
-    return _valid_text(column, value)
-
-
-def _read_messages(column: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    value = _required(values, column, "input.messages_column")
-    if not isinstance(value, list):
-        raise _wrong_type(column, "a list of messages", value)
-    messages = [_read_message(f"{column}[{i}]", message) for i, message in enumerate(value)]
-    if not any(message["content"].strip() for message in messages):
-        raise RowError(RowErrorType.EMPTY_PROMPT, f"column {column!r} holds no text; expected messages with content")
-    return messages
-
-
-def _read_message(path: str, message: Any) -> dict[str, Any]:
-    """Role and content as strings; other keys (name, tool_calls, ...) are the chat template's business.
-
-    Null keys go: Parquet gives every message the keys of all.
-    """
-    if not isinstance(message, dict):
-        raise _wrong_type(path, "an object with role and content", message)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise _wrong_type(f"{path}.role", "a string", role)
-    if isinstance(content, list):
-        content = "".join(_read_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _wrong_type(f"{path}.content", "a string or a list of text parts", content)
-    rest = {key: value for key, value in message.items() if value is not None}
-    _valid_text(path, json.dumps(rest, ensure_ascii=False, default=repr))
-    return {**rest, "role": role, "content": content}
-
-
-def _read_part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        shown = f"a part of type {part.get('type')!r:.40}" if isinstance(part, dict) else _type_name(part)
-        raise RowError(
-            RowErrorType.WRONG_TYPE,
-            f'column {path!r} must be a text part {{"type": "text", "text": "..."}}, found {shown}',
-        )
-    return str(part["text"])
-
-
-def _keep(column: str, kind: str, values: Mapping[str, Any]) -> str | int | float | bool | None:
-    value = values.get(column)
-    if value is None:
-        return None
-    if kind == "string":
-        return _valid_text(column, value if isinstance(value, str) else _json_text(column, value))
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind == "int64" and number and isinstance(value, int) and -(2**63) <= value < 2**63:
-        return value
-    if kind == "float64" and number:
-        try:
-            return float(value)
-        except OverflowError:
-            pass
-    raise _wrong_type(column, kind, value, f"; change its type in input.keep_columns ({column}: string takes any)")
-
-
-def _json_text(column: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise _wrong_type(column, "a string or a JSON value", value) from error
-
-
-def _required(values: Mapping[str, Any], column: str, setting: str) -> Any:
-    value = values.get(column)
-    if value is None:
-        state = "null" if column in values else "missing"
-        raise RowError(RowErrorType.MISSING_FIELD, f"column {column!r} is {state}; {setting} names the column to read")
-    return value
-
-
-def _valid_text(column: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(
-            RowErrorType.INVALID_TEXT,
-            f"column {column!r} holds a lone surrogate ({text[error.start]!a}), which is no character; "
-            "write the text as valid UTF-8",
-        ) from error
-    return text
-
-
-def _wrong_type(column: str, expected: str, value: Any, hint: str = "") -> RowError:
-    shown = f" {value!r:.40}" if isinstance(value, (bool, int, float)) else ""
-    if value == "":
-        shown = " ''"
-    return RowError(
-        RowErrorType.WRONG_TYPE, f"column {column!r} must be {expected}, found {_type_name(value)}{shown}{hint}"
-    )
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else _JSON_TYPES.get(type(value), type(value).__name__)
-
-
-def _too_deep() -> RowError:
-    return RowError(RowErrorType.MALFORMED, "the JSON is nested too deeply")
-
-
-def _where(name: str, row_index: int, unit: str) -> str:
-    return f"{name}, {unit} {row_index + 1}"
-
-
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
@@ -391,10 +131,23 @@ def read_rows(file: SourceFile, config: InputConfig, duplicates: Mapping[Positio
     """
     parser = RowParser(config)
     unit = _unit(file.format)
-    for raw in itertools.islice(_raw_rows(file, parser.columns), file.take):
+    for raw in itertools.islice(raw_rows(file, parser.columns), file.take):
         row = parser.parse(raw, file.name, unit)
         first = duplicates.get((file.name, raw.index))
         yield row if first is None else _duplicate(row, first, config)
+
+
+def raw_rows(file: SourceFile, columns: Sequence[str]) -> Iterator[RawRow]:
+    """The file's rows unparsed: of Parquet `columns` only, of JSONL all. Errors as in `read_rows`."""
+    return _jsonl_rows(file) if file.format == "jsonl" else _parquet_rows(file, columns)
+
+
+def count_rows(file: SourceFile, limit: int | None) -> int:
+    """How many rows `raw_rows` yields, `limit` at most; a Parquet file's footer tells."""
+    if file.format == "jsonl":
+        return sum(1 for _ in itertools.islice(_numbered_lines(file), limit))
+    rows = _parquet_count(file)
+    return rows if limit is None else min(rows, limit)
 
 
 def table_rows(table: pa.Table | pa.RecordBatch, columns: Iterable[str]) -> Iterator[RawRow]:
@@ -425,14 +178,10 @@ def _unit(format: Format) -> Literal["line", "row"]:
 def _duplicate(row: ParsedRow, first: Position, config: InputConfig) -> ParsedRow:
     """Its key holds the row's index: name, id and content may all equal the first one's, and keys must differ."""
     name, index = first
-    where = _where(name, index, _unit(_format(name, config)))
+    where = where_in_file(name, index, _unit(_format(name, config)))
     error = RowError(RowErrorType.DUPLICATE_ID, f"id {row.row_id[:80]!r} was already used at {where}")
     key = row_key(row.source_file, row.row_id, f"duplicate:{row.row_index}".encode())
     return replace(row.failed(error), row_key=key)
-
-
-def _raw_rows(file: SourceFile, columns: Sequence[str]) -> Iterator[RawRow]:
-    return _jsonl_rows(file) if file.format == "jsonl" else _parquet_rows(file, columns)
 
 
 def _jsonl_rows(file: SourceFile) -> Iterator[RawRow]:
@@ -461,9 +210,9 @@ def _decode_line(line: bytes) -> dict[str, Any]:
     except ValueError as error:  # NaN and the like, or an integer past Python's limit of digits
         raise RowError(RowErrorType.MALFORMED, f"not valid JSON: {str(error)[:100]}") from error
     except RecursionError as error:
-        raise _too_deep() from error
+        raise too_deep() from error
     if not isinstance(value, dict):
-        reason = f"expected one JSON object a line, found {_type_name(value)}"
+        reason = f"expected one JSON object a line, found {type_name(value)}"
         raise RowError(RowErrorType.MALFORMED, reason)
     return value
 
@@ -548,57 +297,6 @@ def _parquet_batches(stream: BinaryIO, columns: Sequence[str]) -> Iterator[pa.Re
     return parquet.iter_batches(batch_size=BATCH_ROWS, columns=present, use_threads=False)
 
 
-# --------------------------------------------------------------------------------------------------------- scanning
-
-
-def scan(files: Sequence[SourceFile], config: InputConfig) -> Scan:
-    """Count rows and find duplicate ids, file by file, until input.limit is reached. Raises as scan_file."""
-    scans: list[FileScan] = []
-    total = 0
-    for file in files:
-        scans.append(scan_file(file, config))
-        total += scans[-1].rows
-        if config.limit and total >= config.limit:
-            break
-    return merge_scans(files[: len(scans)], scans, config)
-
-
-def scan_file(file: SourceFile, config: InputConfig) -> FileScan:
-    """Count one file's rows (up to input.limit); with id_column read every id. Fit for a remote task.
-
-    Raises ConfigError for a file that cannot be opened or whose store fails; corrupt content is rows' business.
-    """
-    try:
-        return _scan_ids(file, config) if config.id_column else _scan_count(file, config)
-    except OSError as error:
-        raise ConfigError(f"input.path: cannot read {file.uri}: {error}") from error
-
-
-def merge_scans(files: Sequence[SourceFile], scans: Sequence[FileScan], config: InputConfig) -> Scan:
-    """Join per-file scans in file order: apply input.limit, and let the first use of an id win."""
-    left = config.limit
-    taken: list[SourceFile] = []
-    rows: list[int] = []
-    for file, file_scan in zip(files, scans, strict=True):
-        if left == 0:
-            break
-        count = file_scan.rows if left is None else min(left, file_scan.rows)
-        taken.append(file if left is None else replace(file, take=count))
-        rows.append(count)
-        left = None if left is None else left - count
-    return Scan(taken, rows, _duplicates(taken, rows, scans))
-
-
-def _scan_count(file: SourceFile, config: InputConfig) -> FileScan:
-    count = _parquet_count(file) if file.format == "parquet" else _count(_numbered_lines(file), config.limit)
-    rows = count if config.limit is None else min(count, config.limit)
-    return FileScan(rows, np.empty((0, 2), np.uint64), np.empty(0, np.int64))
-
-
-def _count(items: Iterable[object], limit: int | None) -> int:
-    return sum(1 for _ in itertools.islice(items, limit))
-
-
 def _parquet_count(file: SourceFile) -> int:
     if file.size == 0:
         return 0
@@ -609,40 +307,3 @@ def _parquet_count(file: SourceFile) -> int:
             raise
         except (pa.ArrowException, OSError):
             return 1  # its error row
-
-
-def _scan_ids(file: SourceFile, config: InputConfig) -> FileScan:
-    assert config.id_column
-    parser = RowParser(config)
-    hashes, indices = array("Q"), array("q")
-    for raw in itertools.islice(_raw_rows(file, [config.id_column]), config.limit):
-        problems = [raw.error] if raw.error else []
-        row_id = None if problems else _attempt(problems, parser.read_id, raw.values)
-        digest = 0 if row_id is None else xxhash.xxh3_128_intdigest(row_id.encode())
-        hashes.extend((digest >> 64, digest & (2**64 - 1)))
-        indices.append(raw.index)
-    return FileScan(len(indices), np.array(hashes, np.uint64).reshape(-1, 2), np.array(indices, np.int64))
-
-
-def _duplicates(
-    files: Sequence[SourceFile], rows: Sequence[int], scans: Sequence[FileScan]
-) -> dict[Position, Position]:
-    """Sorts 128-bit hashes: at a billion ids the odds that two differing ids meet are 1.5e-21."""
-    if not files:
-        return {}
-    counted = list(zip(scans, rows, strict=False))
-    ids = np.concatenate([scan.ids[:count] for scan, count in counted])
-    row_indices = np.concatenate([scan.row_index[:count] for scan, count in counted])
-    file_numbers = np.repeat(np.arange(len(files), dtype=np.int32), [len(scan.ids[:count]) for scan, count in counted])
-
-    # Rows with an id, equal ids together and, lexsort being stable, in (file, line) order among themselves.
-    order = np.flatnonzero(ids.any(axis=1))
-    order = order[np.lexsort((ids[order, 1], ids[order, 0]))]
-    is_repeat = np.zeros(len(order), bool)
-    is_repeat[1:] = (ids[order[1:]] == ids[order[:-1]]).all(axis=1)
-    first_of = np.maximum.accumulate(np.where(is_repeat, 0, np.arange(len(order))))
-
-    def position(row: int) -> Position:
-        return files[file_numbers[row]].name, int(row_indices[row])
-
-    return {position(order[at]): position(order[first_of[at]]) for at in np.flatnonzero(is_repeat)}

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowErrorType
+from pipeline.parse import ParsedRow, RawRow, RowParser
 from pipeline.prepare import Preparer, rows_from_mappings
 from pipeline.schema import prepared_schema
-from pipeline.source import ParsedRow, RawRow, RowParser
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

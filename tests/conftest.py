@@ -1,0 +1,65 @@
+"""Shared fixtures: one Ray and one S3 server for the whole session, the real small model, a tiny model's folder."""
+
+from __future__ import annotations
+
+import os
+
+# Before ray is imported: a test session has no token, and its first init must not look for a cluster.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.pop("RAY_ADDRESS", None)
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from common import S3_CREDENTIALS, SMOLLM2
+from tiny_checkpoint import save_tiny_checkpoint
+
+from esp_worker.checkpoint import resolve
+from esp_worker.model import CausalModel, load_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> CausalModel:
+    return load_model(resolve(SMOLLM2).folder, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random Llama, a byte-level tokenizer and a chat template."""
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A real S3 server (moto). Sets the usual AWS variables, so it must start before Ray for workers to see them."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    os.environ.update(S3_CREDENTIALS, AWS_ENDPOINT_URL=endpoint)
+    yield endpoint
+    for name in (*S3_CREDENTIALS, "AWS_ENDPOINT_URL"):
+        os.environ.pop(name, None)
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_session(s3_endpoint: str) -> Iterator[None]:
+    import ray
+
+    from jobs.runtime import quiet_ray_data
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    quiet_ray_data()
+    yield
+    ray.shutdown()

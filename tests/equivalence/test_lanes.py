@@ -1,0 +1,138 @@
+"""Two methods on one engine never share a step, and a failing step costs only the request that fails alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_tokens import assert_equal, esp, expected
+from tiny import VOCAB, mixed_requests, request
+
+from esp_worker.cache import SlotCache
+from esp_worker.engine import Engine, RequestError
+from esp_worker.model import CausalModel
+from esp_worker.service import EngineService, ServiceClosedError
+from esp_worker.types import Completion, Request, SamplingParams
+
+
+def test_lanes_never_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = esp("llama", 3)
+    steps: list[set[str]] = []
+    decode = Engine._decode
+
+    def watched(self: Engine) -> None:
+        steps.append({sequence.drafter.name for sequence in self._running})
+        decode(self)
+
+    monkeypatch.setattr(Engine, "_decode", watched)
+    requests = mixed_requests()
+    for item in requests:
+        engine.submit(item, "esp")
+        engine.submit(Request(f"{item.request_id}-ar", item.prompt_ids, item.sampling), "ar")
+    done = []
+    while engine.busy:
+        done += engine.step()
+    assert all(len(methods) == 1 for methods in steps)
+    assert [*dict.fromkeys(method for (method,) in steps)] == ["esp", "ar"]  # the main method first, one switch
+    assert_equal("llama", requests, [c for c in done if not c.request_id.endswith("-ar")])
+    assert {c.request_id: c.token_ids for c in done if c.request_id.endswith("-ar")} == {
+        f"{item.request_id}-ar": expected("llama", item).token_ids for item in requests
+    }
+
+
+def test_engine_time_is_shared_out_over_rows() -> None:
+    done = list(esp("llama", 3).generate(mixed_requests()))
+    assert all(0 < c.stats.engine_s <= c.latency_s for c in done)
+    assert all(1 <= (c.stats.mean_batch or 0) <= 3 for c in done)
+    assert max(c.stats.mean_batch or 0 for c in done) > 2
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "words"),
+    [((), "no tokens"), ((3,) * 96, "at most 95 fit"), ((3, VOCAB), "outside the model's vocabulary")],
+)
+def test_impossible_requests_are_refused(prompt_ids: tuple[int, ...], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        esp("llama").submit(Request("bad", prompt_ids, SamplingParams(max_new_tokens=4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"slots": 0}, "slots"), ({"max_length": 97}, "max_length"), ({"max_length": 1}, "max_length")],
+)
+def test_impossible_engines_are_refused(options: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        esp("llama", **{"slots": 2, **options})  # type: ignore[arg-type]
+
+
+def test_unknown_method_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not one of this engine's: esp, ar"):
+        esp("llama").submit(request("x", 3), "medusa")
+
+
+@pytest.fixture
+def service() -> Iterator[EngineService]:
+    with EngineService(esp("llama", 3)) as running:
+        yield running
+
+
+def test_service_serves_many_threads(service: EngineService) -> None:
+    """Equal ids from different threads stay apart."""
+    results: dict[int, list[tuple[int, ...]]] = {}
+    requests = mixed_requests()
+
+    def submit_all(thread: int) -> None:
+        futures = [service.submit(item, ("esp", "ar")[thread % 2]) for item in requests]
+        results[thread] = [future.result(timeout=60).token_ids for future in futures]
+
+    threads = [threading.Thread(target=submit_all, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = [expected("llama", item).token_ids for item in requests]
+    assert [results[i] for i in range(4)] == [want] * 4
+
+
+def test_service_refuses_one_and_serves_the_others(service: EngineService) -> None:
+    bad = service.submit(Request("bad", (3,) * 200, SamplingParams(max_new_tokens=4)))
+    good = service.submit(request("good", 5))
+    with pytest.raises(RequestError, match="200 tokens"):
+        bad.result(timeout=60)
+    assert good.result(timeout=60).request_id == "good"
+
+
+def test_only_the_request_that_fails_alone_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that breaks the forward pass in mid-decoding, beside others: they start again and lose nothing."""
+    forward = CausalModel.forward_block
+    breaking_length = 83  # a context that only the bad row reaches
+
+    def fragile(
+        self: CausalModel, cache: SlotCache, first_slot: int, lengths: torch.Tensor, *rest: torch.Tensor
+    ) -> torch.Tensor:
+        if (lengths >= breaking_length).any():
+            raise RuntimeError("injected failure")
+        return forward(self, cache, first_slot, lengths, *rest)
+
+    monkeypatch.setattr(CausalModel, "forward_block", fragile)
+    requests = mixed_requests()
+    bad = request("bad", 80, max_new_tokens=10)
+    with EngineService(esp("llama", 4)) as service:
+        futures = [service.submit(item) for item in [*requests[:3], bad, *requests[3:]]]
+        results = [future.exception(timeout=60) or future.result() for future in futures]
+    failed = results.pop(3)
+    assert isinstance(failed, RuntimeError)
+    assert str(failed) == "injected failure"
+    assert_equal("llama", requests, [result for result in results if isinstance(result, Completion)])
+
+
+def test_closing_ends_what_has_not_finished() -> None:
+    service = EngineService(esp("llama", 1))
+    futures = [service.submit(request(f"r{i}", 30, max_new_tokens=60)) for i in range(20)]
+    service.close()
+    with pytest.raises(ServiceClosedError):
+        futures[-1].result(timeout=60)
+    with pytest.raises(ServiceClosedError):
+        service.submit(request("late", 3))

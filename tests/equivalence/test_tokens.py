@@ -1,0 +1,178 @@
+"""The engine's tokens are the reference's, for every family, tree, number of masks and number of slots, in fp64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tiny import CONTEXT, FAMILIES, VOCAB, mixed_requests, prompt, request, tiny_model
+
+from esp_worker import reference
+from esp_worker.drafters.none import NoDrafter
+from esp_worker.drafters.probe import ProbeDrafter
+from esp_worker.engine import Engine
+from esp_worker.types import Completion, FinishReason, Request, SamplingParams
+
+TREES = {
+    ("dynamic", 1): {"masks": 1, "block_complexity": 20},
+    ("dynamic", 2): {"masks": 2, "block_complexity": 30},
+    ("dynamic", 3): {"masks": 3, "block_complexity": 40},
+    ("static", 1): {"masks": 1, "branches": [9]},
+    ("static", 2): {"masks": 2, "branches": [7, 2]},
+    ("static", 3): {"masks": 3, "branches": [6, 3, 2]},
+}
+
+
+@cache
+def expected(family: str, item: Request, max_length: int | None = None) -> reference.ReferenceCompletion:
+    return reference.decode(tiny_model(family), item, max_length)
+
+
+def esp(family: str, slots: int = 3, max_length: int | None = None, **drafter: object) -> Engine:
+    model = tiny_model(family)
+    options = drafter or {"masks": 2, "block_complexity": 30}
+    probe = ProbeDrafter(model.embed, **options)  # type: ignore[arg-type]
+    return Engine(model, [probe, NoDrafter()], slots=slots, max_length=max_length)
+
+
+def assert_equal(family: str, requests: list[Request], done: list[Completion], max_length: int | None = None) -> None:
+    assert sorted(c.request_id for c in done) == sorted(r.request_id for r in requests)
+    by_id = {completion.request_id: completion for completion in done}
+    for item in requests:
+        want, got = expected(family, item, max_length), by_id[item.request_id]
+        assert got.token_ids == want.token_ids, item
+        assert got.finish_reason == want.finish_reason, item
+        assert len(got.token_ids) == 1 + sum(got.stats.accept_lengths)
+        assert got.stats.decode_calls == len(got.stats.accept_lengths)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree[0]}-k{tree[1]}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy(family: str, tree: tuple[str, int], slots: int) -> None:
+    requests = mixed_requests()
+    done = list(esp(family, slots, **TREES[tree]).generate(requests))
+    assert_equal(family, requests, done)
+    # The trees must have been worth verifying, or nothing was shown.
+    assert sum(c.stats.accepted_tokens for c in done) > 0.05 * sum(c.stats.decode_calls for c in done)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_is_the_same_engine_without_drafts(family: str) -> None:
+    requests = mixed_requests()
+    done = list(esp(family).generate(requests, "ar"))
+    assert_equal(family, requests, done)
+    for completion in done:
+        assert set(completion.stats.accept_lengths) == {1}
+        assert completion.stats.rows_computed == completion.stats.decode_calls
+        assert completion.stats.drafted_tokens == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sampled(family: str, sampling: dict[str, float]) -> None:
+    requests = [
+        request(f"s{i}", 4 + 5 * i, temperature=temperature, seed=i, **sampling)
+        for i, temperature in enumerate((0.3, 0.7, 1.0, 1.5, 0.0))
+    ]
+    for method in ("esp", "ar"):
+        assert_equal(family, requests, list(esp(family).generate(requests, method)))
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    requests = mixed_requests(temperature=1.0, seed=3)
+    alone = {r.request_id: next(iter(esp("gemma3", 1).generate([r]))).token_ids for r in requests}
+    for slots, order in ((3, requests), (8, requests[::-1])):
+        together = {c.request_id: c.token_ids for c in esp("gemma3", slots).generate(order)}
+        assert together == alone
+
+
+@pytest.mark.parametrize("eos", [[], [5], [4, 5, 6], list(range(VOCAB))])
+def test_eos_ends_a_row_anywhere_in_an_accepted_run(eos: list[int]) -> None:
+    requests = mixed_requests(eos_token_ids=frozenset(eos))
+    done = list(esp("llama").generate(requests))
+    assert_equal("llama", requests, done)
+    for completion in done:
+        stopped = completion.finish_reason is FinishReason.STOP
+        assert stopped == (completion.token_ids[-1] in eos)
+        assert not set(completion.token_ids[:-1]) & set(eos)
+
+
+def test_eos_in_mid_run_cuts_what_was_accepted_behind_it() -> None:
+    """Every token that plain decoding gives is tried as EOS, so that it falls on each place of an accepted run."""
+    free = expected("llama", request("free", 9)).token_ids
+    mid_run = 0
+    for eos in set(free):
+        item = request("free", 9, eos_token_ids=frozenset([eos]))
+        (done,) = esp("llama", 1, masks=3, block_complexity=48).generate([item])
+        assert done.token_ids == free[: free.index(eos) + 1]
+        mid_run += len(done.stats.accept_lengths) > 0 and done.stats.accept_lengths[-1] > 1
+    assert mid_run
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
+def test_max_new_tokens_is_exact(limit: int) -> None:
+    requests = mixed_requests(max_new_tokens=limit)
+    done = list(esp("qwen3").generate(requests))
+    assert_equal("qwen3", requests, done)
+    assert {len(completion.token_ids) for completion in done} == {limit}
+    assert all(len(c.stats.accept_lengths) == 0 for c in done if limit == 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_end_where_the_context_does(family: str) -> None:
+    """Prompts up to one token short of it; tree and probes shrink, the row does not."""
+    max_length = 30
+    requests = [request(f"c{length}", length, max_new_tokens=99) for length in (1, 10, 20, 26, 27, 28, 29)]
+    done = list(esp(family, max_length=max_length).generate(requests))
+    assert_equal(family, requests, done, max_length)
+    for item, completion in ((r, c) for r in requests for c in done if c.request_id == r.request_id):
+        assert len(item.prompt_ids) + len(completion.token_ids) == max_length
+        assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_the_models_own_context_is_the_default_limit() -> None:
+    item = request("full", CONTEXT - 5, max_new_tokens=99)
+    assert_equal("mistral", [item], list(esp("mistral").generate([item])))
+    assert len(expected("mistral", item).token_ids) == 5
+
+
+class EndsWith:
+    """A stop condition on token ids."""
+
+    def __init__(self, *tail: int) -> None:
+        self.tail = tail
+
+    def met(self, token_ids: list[int]) -> bool:
+        return tuple(token_ids[-len(self.tail) :]) == self.tail
+
+
+def test_stop_condition_over_several_tokens() -> None:
+    free = expected("llama", request("stop", 9)).token_ids
+    for at in range(1, 12):
+        condition = EndsWith(*free[at : at + 2])
+        item = Request("stop", prompt(9, 4), SamplingParams(max_new_tokens=24), condition)
+        (done,) = esp("llama", 1).generate([item])
+        want = reference.decode(tiny_model("llama"), item)
+        assert done.token_ids == want.token_ids
+        assert done.finish_reason is FinishReason.STOP
+        assert done.token_ids[-2:] == free[at : at + 2]
+
+
+def test_the_engine_can_be_used_again() -> None:
+    engine = esp("llama")
+    requests = mixed_requests()
+    first = list(engine.generate(requests))
+    assert not engine.busy
+    assert_equal("llama", requests, first)
+    assert_equal("llama", requests, list(engine.generate(requests)))
+
+
+def test_long_prompts_prefill_in_chunks_and_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esp_worker.engine.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("esp_worker.cache.COLUMN_STEP", 16)
+    requests = mixed_requests()
+    done = list(esp("gemma3").generate(requests))
+    assert_equal("gemma3", requests, done)
+    assert {c.request_id: c.stats.prefill_calls for c in done}["r40"] == 5
+    assert {c.request_id: c.stats.prefill_calls for c in done}["r9"] == 2

@@ -1,0 +1,69 @@
+"""The slot cache: rows land behind each slot's context, compaction and moves touch nothing else, growth keeps all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esp_worker.cache import SlotCache
+
+LAYERS, SLOTS, HEADS, SIZE = 2, 3, 2, 4
+
+
+@pytest.fixture
+def cache() -> SlotCache:
+    return SlotCache(
+        layers=LAYERS, slots=SLOTS, kv_heads=HEADS, head_dim=SIZE, dtype=torch.float64, device=torch.device("cpu")
+    )
+
+
+def write(cache: SlotCache, first_slot: int, lengths: list[int], rows: torch.Tensor) -> list[torch.Tensor]:
+    """rows [B, N]: each row's number fills its key; its value is the negative. Returns what each layer sees."""
+    cache.begin(first_slot, torch.tensor(lengths), rows.shape[1], max(lengths) + rows.shape[1])
+    key = rows.double()[:, None, :, None].expand(-1, HEADS, -1, SIZE)
+    seen = []
+    for layer in range(LAYERS):
+        keys, values = cache.update(key + 1000 * layer, -key, layer)
+        written = keys != 0
+        assert torch.equal(-values[written], keys[written] - 1000 * layer)
+        seen.append(keys[:, 0, :, 0] - 1000 * layer * (keys[:, 0, :, 0] != 0))
+    return seen
+
+
+def test_rows_land_behind_each_slots_own_context(cache: SlotCache) -> None:
+    write(cache, 0, [0, 0], torch.tensor([[1, 2, 3], [11, 12, 13]]))
+    for seen in write(cache, 0, [3, 1], torch.tensor([[4, 5], [22, 23]])):
+        assert seen.tolist() == [[1, 2, 3, 4, 5], [11, 22, 23, 0, 0]]
+
+
+def test_a_later_slot_is_written_alone(cache: SlotCache) -> None:
+    write(cache, 0, [0], torch.tensor([[1, 2]]))
+    write(cache, 2, [0], torch.tensor([[7, 8]]))
+    (seen, _) = write(cache, 0, [2, 0, 2], torch.tensor([[3], [5], [9]]))
+    assert seen.tolist() == [[1, 2, 3], [5, 0, 0], [7, 8, 9]]
+
+
+def test_compaction_reads_all_before_it_writes(cache: SlotCache) -> None:
+    write(cache, 0, [0, 0], torch.tensor([[1, 2, 3, 4], [11, 12, 13, 14]]))
+    cache.compact([0, 0, 1], [2, 3, 3], [1, 2, 1])  # 0: keep 1,3,4; 1: keep 11,14
+    (seen, _) = write(cache, 0, [3, 2], torch.tensor([[5], [15]]))
+    assert seen.tolist() == [[1, 3, 4, 5], [11, 14, 15, 14]]
+
+
+def test_move(cache: SlotCache) -> None:
+    write(cache, 0, [0, 0, 0], torch.tensor([[1, 2], [11, 12], [21, 22]]))
+    cache.move(2, 0, 2)
+    (seen, _) = write(cache, 0, [2, 2], torch.tensor([[23], [13]]))
+    assert seen.tolist() == [[21, 22, 23], [11, 12, 13]]
+
+
+def test_growth_keeps_contents_and_is_finite(cache: SlotCache) -> None:
+    assert cache.columns == 0
+    write(cache, 0, [0], torch.tensor([[1, 2]]))
+    before = cache.columns
+    (seen, _) = write(cache, 0, [before], torch.tensor([[9]]))
+    assert cache.columns == 2 * before
+    assert seen[0, :2].tolist() == [1, 2]
+    assert seen[0, -1] == 9
+    assert torch.isfinite(seen).all()
+    assert cache.nbytes == 2 * LAYERS * SLOTS * HEADS * cache.columns * SIZE * 8

@@ -1,0 +1,350 @@
+"""The configuration: every mistake is refused with the setting's name and the way out, and what is derived is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs import generate
+from pipeline.config import JobConfig, load_config, parse_config, setting_names
+from pipeline.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+MINIMAL = {"input": {"path": "in.jsonl"}, "output": {"path": "out"}, "model": {"path": "m"}}
+
+
+def config_of(**sections: Any) -> JobConfig:
+    """The minimal configuration with some settings of some sections."""
+    data: dict[str, Any] = {name: dict(section) for name, section in MINIMAL.items()}
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
+    return parse_config(data)
+
+
+def problem(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(**sections)
+    return str(caught.value)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def with_set(tmp_path: Path, *overrides: str) -> JobConfig:
+    return load_config(write(tmp_path, yaml.safe_dump(MINIMAL)), overrides)
+
+
+# ----------------------------------------------------------------------------------------------------- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("sections", "unknown", "nearest"),
+    [
+        ({"inputs": {"path": "a"}}, "inputs", "input"),
+        ({"samplin": {"seed": 1}}, "samplin", "sampling"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "sampling.max_new_tokens"),
+        ({"sampling": {"max_new_token": 5}}, "sampling.max_new_token", "sampling.max_new_tokens"),
+        ({"input": {"promt_column": "p"}}, "input.promt_column", "input.prompt_column"),
+        ({"decoder": {"mask": 2}}, "decoder.mask", "decoder.masks"),
+        ({"sampling": {"slots": 4}}, "sampling.slots", None),
+        ({"output": {"paht": "x"}}, "output.paht", "output.path"),
+        ({"cluster": {"gpus": 1}}, "cluster.gpus", "cluster.num_gpus"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_one(sections: dict[str, Any], unknown: str, nearest: str | None) -> None:
+    message = problem(**sections)
+    assert message.startswith(f"{unknown}: unknown setting; the nearest valid key is ")
+    named = message.rpartition(" ")[2]
+    assert named in setting_names()
+    assert nearest is None or named == nearest
+
+
+def test_unknown_key_below_a_setting_names_the_setting() -> None:
+    assert problem(sampling={"seed": {"value": 1}}).startswith("sampling.seed: ")
+    assert problem(input={"keep_columns": {"topic": {"type": "string"}}}).startswith("input.keep_columns.topic: ")
+
+
+def test_all_problems_are_named_one_a_line() -> None:
+    lines = problem(sampling={"seed": -1, "tempretaure": 0}, engine={"slots": 0}).split("\n")
+    assert [line.partition(":")[0] for line in lines] == ["sampling.seed", "sampling.tempretaure", "engine.slots"]
+
+
+def test_setting_names_are_the_schema() -> None:
+    names = setting_names()
+    assert len(names) == len(set(names))
+    assert {"input", "input.path", "decoder.block_complexity", "cost.device_hour_usd"} <= set(names)
+    dumped = config_of().model_dump()
+    assert set(names) == set(dumped) | {f"{section}.{key}" for section, keys in dumped.items() for key in keys}
+
+
+@pytest.mark.parametrize("section", ["input", "output", "model"])
+def test_missing_sections_and_paths(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{section}: Field required$"):
+        parse_config({name: value for name, value in MINIMAL.items() if name != section})
+    with pytest.raises(ConfigError, match=rf"^{section}\.path: Field required$"):
+        parse_config({**MINIMAL, section: {}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "setting", "shown"),
+    [
+        ({"engine": {"slots": "eight"}}, "engine.slots", "'eight'"),
+        ({"engine": {"slots": 8.5}}, "engine.slots", "8.5"),
+        ({"engine": {"max_length": 1}}, "engine.max_length", "1"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature", "'hot'"),
+        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature", "nan"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p", "0"),
+        ({"sampling": {"seed": 2**63}}, "sampling.seed", str(2**63)),
+        ({"sampling": {"eos_token_ids": 2}}, "sampling.eos_token_ids", "2"),
+        ({"sampling": {"stop": ["a", ""]}}, "sampling.stop.1", "''"),
+        ({"output": {"resume": "maybe"}}, "output.resume", "'maybe'"),
+        ({"model": {"device": "gpu"}}, "model.device", "'gpu'"),
+        ({"model": {"dtype": "int8"}}, "model.dtype", "'int8'"),
+        ({"input": {"path": 5}}, "input.path", "5"),
+        ({"input": {"path": []}}, "input.path", "[]"),
+        ({"input": {"limit": 0}}, "input.limit", "0"),
+        ({"input": {"format": "csv"}}, "input.format", "'csv'"),
+        ({"decoder": {"masks": 9}}, "decoder.masks", "9"),
+        ({"decoder": {"block_complexity": "x"}}, "decoder.block_complexity", "'x'"),
+        ({"compare": {"fraction": 1.5}}, "compare.fraction", "1.5"),
+        ({"decoder": [1]}, "decoder", "[1]"),
+        ({"engine": 4}, "engine", "4"),
+    ],
+)
+def test_wrong_value_names_the_setting_and_the_value(sections: dict[str, Any], setting: str, shown: str) -> None:
+    message = problem(**sections)
+    assert message.startswith(f"{setting}: ")
+    assert message.endswith(f"(got {shown})")
+    assert "\n" not in message
+
+
+# ------------------------------------------------------------------------------------------------------------ input
+
+
+def test_path_forms() -> None:
+    assert config_of(input={"path": "a"}).input.path == ["a"]
+    assert config_of(input={"path": ["a", "s3://b/*"]}).input.path == ["a", "s3://b/*"]
+
+
+def test_columns() -> None:
+    assert config_of().input.text_column == "prompt"
+    assert config_of(input={"prompt_column": "q"}).input.text_column == "q"
+    assert config_of(input={"messages_column": "chat"}).input.text_column == "chat"
+    message = problem(input={"prompt_column": "q", "messages_column": "chat"})
+    assert message == "input: set prompt_column or messages_column, not both"
+
+
+@pytest.mark.parametrize("setting", [{"messages_column": "chat"}, {"system_prompt": "be brief"}])
+def test_settings_that_need_the_template(setting: dict[str, str]) -> None:
+    (name,) = setting
+    assert problem(input={**setting, "chat_template": "never"}) == (
+        f"input: {name} needs the chat template: chat_template must be auto or always"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a", {"a": "string"}),
+        (["a", "b"], {"a": "string", "b": "string"}),
+        ({"a": "int64", "b": "bool"}, {"a": "int64", "b": "bool"}),
+        ([], {}),
+        ({}, {}),
+    ],
+)
+def test_keep_columns(given: Any, expected: dict[str, str]) -> None:
+    assert config_of(input={"keep_columns": given}).input.keep_columns == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "shown"),
+    [
+        ({"a": "int"}, "input.keep_columns.a", "'int'"),
+        ({"a": None}, "input.keep_columns.a", "None"),
+        ([1], "input.keep_columns", "[1]"),
+        ([["a"]], "input.keep_columns", "[['a']]"),
+        ([{"a": "int64"}], "input.keep_columns", "[{'a': 'int64'}]"),
+        (None, "input.keep_columns", "None"),
+    ],
+)
+def test_bad_keep_columns(given: Any, setting: str, shown: str) -> None:
+    message = problem(input={"keep_columns": given})
+    assert message.startswith(f"{setting}: ")
+    assert message.endswith(f"(got {shown})")
+
+
+def test_keep_columns_must_not_take_an_output_columns_name() -> None:
+    message = problem(input={"keep_columns": ["topic", "text", "row_id", "prompt_ids"]})
+    assert message.startswith("input: keep_columns: prompt_ids, row_id, text: the output has columns of that name")
+    assert config_of(input={"keep_columns": ["prompt", "id"]}).input.keep_columns
+
+
+# ---------------------------------------------------------------------------------------------------------- decoder
+
+
+@pytest.mark.parametrize(
+    ("branches", "masks", "block_complexity"),
+    [([14], 1, 30), ([7, 2], 2, 30), ([29], 1, 60), ([15, 4], 2, 60), ([4], 1, 10), ([7, 5, 3], 3, 64)],
+)
+def test_block_complexity_of_a_static_tree(branches: list[int], masks: int, block_complexity: int) -> None:
+    """BC = (k+1)(1 + sum K_i), the paper's configurations among them."""
+    static = {"tree": "static", "branches": branches, "masks": masks}
+    assert config_of(decoder=static).decoder.block_complexity == block_complexity
+    assert config_of(decoder={**static, "block_complexity": block_complexity}).decoder.branches == branches
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"tree": "static"}, "tree: static needs branches"),
+        ({"tree": "static", "branches": 14}, "tree: static needs branches"),
+        ({"tree": "static", "branches": ["wide"]}, "tree: static needs branches"),
+        ({"branches": [14]}, "branches belong to tree: static"),
+        ({"tree": "static", "branches": [7, 2]}, "branches [7, 2] has 2 widths for masks: 1; give one a mask"),
+        ({"tree": "static", "branches": [], "masks": 1}, "branches [] has 0 widths for masks: 1"),
+        (
+            {"tree": "static", "branches": [7, 2], "masks": 2, "block_complexity": 31},
+            "block_complexity: 31 is not that of branches [7, 2] with 2 masks, (masks+1)(1+sum) = 30",
+        ),
+    ],
+)
+def test_static_tree_that_does_not_add_up(decoder: dict[str, Any], message: str) -> None:
+    assert problem(decoder=decoder).startswith(f"decoder: {message}")
+
+
+def test_branches_must_be_positive() -> None:
+    assert problem(decoder={"tree": "static", "branches": [0]}).startswith("decoder.branches.0: ")
+
+
+@pytest.mark.parametrize(("masks", "least"), [(1, 4), (2, 6), (8, 18)])
+def test_block_complexity_leaves_room_for_a_draft(masks: int, least: int) -> None:
+    message = problem(decoder={"masks": masks, "block_complexity": least - 1})
+    assert message.startswith(f"decoder: block_complexity: {least - 1} leaves no row for a draft with {masks} masks")
+    assert f"at least {least} is needed" in message
+    assert config_of(decoder={"masks": masks, "block_complexity": least}).decoder.block_complexity == least
+    plain = config_of(decoder={"masks": masks, "block_complexity": least - 1, "method": "ar"})
+    assert plain.decoder.method == "ar"
+
+
+def test_decoder_defaults() -> None:
+    decoder = config_of().decoder
+    assert (decoder.method, decoder.tree, decoder.masks, decoder.block_complexity) == ("esp", "dynamic", 1, 30)
+    assert config_of(decoder={"block_complexity": None}).decoder.block_complexity == 30
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        config_of().decoder.masks = 3
+
+
+# ------------------------------------------------------------------------------------------------------------ --set
+
+
+def test_set_values_are_yaml(tmp_path: Path) -> None:
+    config = with_set(
+        tmp_path,
+        "sampling.stop=[a, 'b c']",
+        "sampling.temperature=0.5",
+        "output.resume=false",
+        "engine.max_length=null",
+        "input.path=x=y.jsonl",
+        "input.keep_columns={n: int64}",
+        " model.device =cpu",
+    )
+    assert config.sampling.stop == ["a", "b c"]
+    assert config.sampling.temperature == 0.5
+    assert config.output.resume is False
+    assert config.engine.max_length is None
+    assert config.input.path == ["x=y.jsonl"], "only the first = separates"
+    assert config.input.keep_columns == {"n": "int64"}
+    assert config.model.device == "cpu"
+
+
+def test_the_last_set_wins(tmp_path: Path) -> None:
+    assert with_set(tmp_path, "engine.slots=2", "engine.slots=3").engine.slots == 3
+
+
+def test_set_makes_sections_that_are_absent_or_null(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump({**MINIMAL, "sampling": None}))
+    with pytest.raises(ConfigError, match=r"^sampling: .*\(got None\)"):
+        load_config(path)
+    config = load_config(path, ["sampling.seed=3", "engine.slots=2"])
+    assert (config.sampling.seed, config.engine.slots) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.seed", "--set sampling.seed: expected key.path=value, such as"),
+        ("=3", "--set =3: expected key.path=value"),
+        ("sampling..seed=3", "--set sampling..seed=3: expected key.path=value"),
+        ("input.path.first=a", "--set input.path.first=a: path is a value, not a section"),
+        ("sampling.stop=[a", "--set sampling.stop=[a: the value is not valid YAML"),
+        ("output.path=2024-13-45", "--set output.path=2024-13-45: the value is not valid YAML"),
+        ("sampling.sed=3", "sampling.sed: unknown setting; the nearest valid key is sampling.seed"),
+        ("sampling=3", "sampling: "),
+        ("engine.slots=", "engine.slots: Input should be a valid integer (got None)"),
+    ],
+)
+def test_bad_set(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_set(tmp_path, override)
+    assert str(caught.value).startswith(message)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^config file .*absent.yaml: No such file or directory$"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("text", ["input: [", "a: b: c", "when: 2024-13-45"])
+def test_invalid_yaml(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^config file .*job.yaml: not valid YAML: "):
+        load_config(write(tmp_path, text))
+
+
+def test_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"input: {path: \xff}")
+    with pytest.raises(ConfigError, match=r"^config file .*job.yaml: not valid UTF-8"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("text", ["", "- input", "just text", "3"])
+def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^config file .*job.yaml: expected a mapping of sections"):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"decoder": {"tree": "static", "branches": [7, 2], "masks": 2}},
+        {"decoder": {"method": "ar", "block_complexity": 2}},
+        {"input": {"messages_column": "c", "keep_columns": {"a": "bool"}}, "sampling": {"stop": "\n\n", "seed": 7}},
+    ],
+)
+def test_a_dump_parses_to_the_same_configuration(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = config_of(**sections)
+    assert parse_config(config.model_dump()) == config
+    assert load_config(write(tmp_path, config.dump_yaml())) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_print_config_output_is_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path
+) -> None:
+    monkeypatch.setattr(generate, "set_up_logging", lambda: None)
+    assert generate.main(["--config", str(path), "--set", "sampling.seed=5", "--print-config"]) == 0
+    printed = write(tmp_path, capsys.readouterr().out)
+    assert load_config(printed) == load_config(path, ["sampling.seed=5"])

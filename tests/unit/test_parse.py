@@ -1,0 +1,240 @@
+"""Strict parsing of one row: what a prompt, messages, an id and a kept column may be, error rows, row keys."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pipeline.config import InputConfig
+from pipeline.errors import RowError, RowErrorType
+from pipeline.parse import ParsedRow, RawRow, RowParser, row_key
+
+
+def parse_rows(*rows: Mapping[str, Any], **settings: Any) -> list[ParsedRow]:
+    """The rows as if they were lines of prompts.jsonl, and what must hold of every parsed row."""
+    parser = RowParser(InputConfig(path=["unused"], **settings))
+    parsed = [parser.parse(RawRow(i, values), "prompts.jsonl", "line") for i, values in enumerate(rows)]
+    for row in parsed:
+        assert (row.error is None) == (row.error_type is None) == (row.messages_or_prompt is not None)
+        assert row.error is None or row.error.startswith(f"{row.where}: ")
+        json.dumps([row.error, row.row_id, row.kept], ensure_ascii=False).encode()  # no lone surrogate gets through
+    return parsed
+
+
+def only(values: Mapping[str, Any], **settings: Any) -> ParsedRow:
+    (row,) = parse_rows(values, **settings)
+    return row
+
+
+def test_good_row() -> None:
+    row = only({"prompt": "2024-01-31", "other": 1})
+    assert row == ParsedRow(
+        row_id="prompts.jsonl:1",
+        row_key=row_key("prompts.jsonl", "prompts.jsonl:1", b'{"prompt":"2024-01-31"}'),
+        source_file="prompts.jsonl",
+        row_index=0,
+        where="prompts.jsonl, line 1",
+        messages_or_prompt="2024-01-31",  # date-like text stays text
+        kept={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({}, "missing_field", "column 'prompt' is missing; input.prompt_column names"),
+        ({"prompt": None}, "missing_field", "column 'prompt' is null"),
+        ({"prompt": 5}, "wrong_type", "column 'prompt' must be a string, found integer 5"),
+        ({"prompt": True}, "wrong_type", "must be a string, found boolean True"),
+        ({"prompt": {"a": 1}}, "wrong_type", "must be a string, found object"),
+        ({"prompt": ["a"]}, "wrong_type", "found list; for chat messages set input.messages_column"),
+        ({"prompt": ""}, "empty_prompt", "column 'prompt' is empty"),
+        ({"prompt": " \n\t\u3000"}, "empty_prompt", "column 'prompt' is empty"),
+        ({"prompt": "a \ud800 b"}, "invalid_text", r"column 'prompt' holds a lone surrogate ('\ud800')"),
+    ],
+)
+def test_bad_prompt_names_its_place(values: Mapping[str, Any], kind: str, message: str) -> None:
+    _, bad, _ = parse_rows({"prompt": "hello"}, values, {"prompt": "hello"})
+    assert bad.error is not None
+    assert bad.error.startswith("prompts.jsonl, line 2: ")
+    assert message in bad.error
+    assert bad.error_type == kind
+    assert len(bad.error) < 300
+
+
+def test_row_of_a_parquet_file_is_called_a_row() -> None:
+    row = RowParser(InputConfig(path=["unused"])).parse(RawRow(1, {"prompt": 5}), "a.parquet", "row")
+    assert row.error == "a.parquet, row 2: column 'prompt' must be a string, found integer 5"
+
+
+def test_messages() -> None:
+    """`content` as a string and as a list of parts; null keys go."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image_url": None}]
+    rows = parse_rows(
+        {"chat": [{"role": "user", "content": "plain"}]},
+        {"chat": [{"role": "system", "content": ""}, {"role": "user", "content": parts, "name": "Ann", "x": None}]},
+        messages_column="chat",
+    )
+    assert [row.messages_or_prompt for row in rows] == [
+        [{"role": "user", "content": "plain"}],
+        [{"role": "system", "content": ""}, {"role": "user", "content": "ab", "name": "Ann"}],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "message"),
+    [
+        (None, "missing_field", "column 'chat' is null; input.messages_column names"),
+        ([], "empty_prompt", "column 'chat' holds no text"),
+        ([{"role": "user", "content": " "}], "empty_prompt", "column 'chat' holds no text"),
+        ("hi", "wrong_type", "column 'chat' must be a list of messages, found string"),
+        (["hi"], "wrong_type", "column 'chat[0]' must be an object with role and content, found string"),
+        ([{"content": "x"}], "wrong_type", "column 'chat[0].role' must be a string, found null"),
+        ([{"role": 1, "content": "x"}], "wrong_type", "column 'chat[0].role' must be a string, found integer 1"),
+        ([{"role": "user"}], "wrong_type", "column 'chat[0].content' must be a string or a list of text parts"),
+        ([{"role": "user", "content": 3}], "wrong_type", "found integer 3"),
+        ([{"role": "user", "content": ["x"]}], "wrong_type", "'chat[0].content[0]' must be a text part"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "wrong_type", "found a part of type 'image'"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "wrong_type", "must be a text part"),
+        ([{"role": "user", "content": "\ud800"}], "invalid_text", "column 'chat[0]' holds a lone surrogate"),
+        ([{"role": "\udfff", "content": "x"}], "invalid_text", "column 'chat[0]' holds a lone surrogate"),
+    ],
+)
+def test_bad_messages(messages: Any, kind: str, message: str) -> None:
+    row = only({"chat": messages}, messages_column="chat")
+    assert row.error is not None
+    assert message in row.error
+    assert row.error_type == kind
+
+
+@pytest.mark.parametrize(("value", "expected"), [("a", "a"), (7, "7"), (-1, "-1"), ("ü 1", "ü 1"), (2**70, str(2**70))])
+def test_ids(value: Any, expected: str) -> None:
+    assert only({"prompt": "x", "id": value}, id_column="id").row_id == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({}, "missing_field", "column 'id' is missing; input.id_column names"),
+        ({"id": None}, "missing_field", "column 'id' is null"),
+        ({"id": ""}, "wrong_type", "must be a non-empty string or an integer, found string ''"),
+        ({"id": True}, "wrong_type", "found boolean True"),
+        ({"id": 1.0}, "wrong_type", "found number 1.0"),
+        ({"id": [1]}, "wrong_type", "found list"),
+        ({"id": "\udc00"}, "invalid_text", "column 'id' holds a lone surrogate"),
+    ],
+)
+def test_bad_ids_fall_back_to_the_line(values: Mapping[str, Any], kind: str, message: str) -> None:
+    row = only({"prompt": "x", **values}, id_column="id")
+    assert (row.row_id, row.error_type) == ("prompts.jsonl:1", kind)
+    assert row.error is not None
+    assert message in row.error
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("string", "as is", "as is"),
+        ("string", {"b": [1, "ü"], "a": None}, '{"b":[1,"ü"],"a":null}'),
+        ("string", 1, "1"),
+        ("string", False, "false"),
+        ("string", None, None),
+        ("int64", 2**63 - 1, 2**63 - 1),
+        ("int64", -(2**63), -(2**63)),
+        ("int64", None, None),
+        ("float64", 1.5, 1.5),
+        ("float64", 2, 2.0),
+        ("bool", True, True),
+    ],
+)
+def test_kept_columns(kind: str, value: Any, expected: Any) -> None:
+    row = only({"prompt": "x", "col": value}, keep_columns={"col": kind})
+    assert row.error is None
+    assert row.kept == {"col": expected}
+    assert type(row.kept["col"]) is type(expected)
+
+
+def test_absent_kept_column_is_null() -> None:
+    assert only({"prompt": "x"}, keep_columns=["col"]).kept == {"col": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "error_type"),
+    [
+        ("int64", 2**63, "wrong_type"),
+        ("int64", 1.0, "wrong_type"),
+        ("int64", True, "wrong_type"),
+        ("int64", "1", "wrong_type"),
+        ("float64", True, "wrong_type"),
+        ("float64", "1.5", "wrong_type"),
+        ("float64", 10**400, "wrong_type"),
+        ("bool", 1, "wrong_type"),
+        ("bool", "true", "wrong_type"),
+        ("string", "\ud800", "invalid_text"),
+        ("string", {"deep": ["\ud800"]}, "invalid_text"),
+    ],
+)
+def test_kept_columns_are_strict(kind: str, value: Any, error_type: str) -> None:
+    row = only({"prompt": "x", "col": value, "id": "a"}, keep_columns={"col": kind}, id_column="id")
+    assert (row.kept, row.row_id, row.error_type) == ({"col": None}, "a", error_type)
+    assert row.error is not None
+    assert "prompts.jsonl, line 1: column 'col'" in row.error
+
+
+def test_error_row_keeps_what_could_be_read() -> None:
+    row = only({"id": "a", "n": 3, "prompt": 0}, id_column="id", keep_columns={"n": "int64"})
+    assert (row.row_id, row.kept, row.error_type) == ("a", {"n": 3}, "wrong_type")
+
+
+def test_row_that_cannot_be_read_keeps_its_columns_and_its_key_follows_the_line() -> None:
+    parser = RowParser(InputConfig(path=["unused"], id_column="id"))
+    unreadable = RowError(RowErrorType.MALFORMED, "column 'prompt' cannot be read: why")
+    row = parser.parse(RawRow(0, {"id": "a"}, unreadable), "a.parquet")
+    assert (row.row_id, row.error_type) == ("a", "malformed")
+    assert row.error == "a.parquet, row 1: column 'prompt' cannot be read: why"
+    keys = [parser.parse(RawRow(0, {}, unreadable, line), "a.jsonl").row_key for line in (b"{1", b"{2", b"{1")]
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_long_values_are_not_dumped() -> None:
+    long = "x" * 10_000
+    for value in ([long], {long: 1}, int("9" * 4000)):
+        error = only({"prompt": value}).error
+        assert error is not None
+        assert len(error) < 200
+
+
+def test_parser_without_a_file() -> None:
+    """Rows of a user's own Dataset: the id is a hash of the content, and errors name it."""
+    parser = RowParser(InputConfig(path=["unused"]))
+    good, bad = (parser.parse(RawRow(-1, values)) for values in ({"prompt": "x"}, {"prompt": 1}))
+    assert (good.source_file, good.row_index, len(good.row_id)) == ("", -1, 32)
+    assert bad.error == f"row {bad.row_id}: column 'prompt' must be a string, found integer 1"
+    assert good.row_id != bad.row_id
+
+
+# ------------------------------------------------------------------------------------------------------------- row keys
+
+
+def test_row_key_follows_content_and_identity_only() -> None:
+    settings: dict[str, Any] = {"id_column": "id", "keep_columns": ["k"]}
+    base = {"id": "a", "prompt": "p", "k": "v"}
+
+    def key(*lines: Mapping[str, Any]) -> int:
+        return next(row.row_key for row in parse_rows(*lines, **settings) if row.row_id == "a")
+
+    reference = key(base)
+    assert key({"id": "z", "prompt": "other"}, base) == reference, "other lines do not matter"
+    assert key({"prompt": "p", "k": "v", "id": "a"}) == reference, "nor does the order of keys"
+    assert key(base | {"unread": 1}) == reference, "nor columns that are not read"
+    changed = [key(base | {"prompt": "P"}), key(base | {"k": "V"}), key(base | {"k": None})]
+    assert len({reference, *changed}) == 4
+    assert 0 <= reference < 2**64
+
+
+def test_row_key_is_fixed() -> None:
+    """Golden: a change of the hash would make every finished run start over."""
+    assert row_key("f.jsonl", "a", b"{}") == 6398904925121007804
+    assert row_key("f", "ab", b"c") != row_key("f", "a", b"bc")
+    assert row_key("fa", "b", b"") != row_key("f", "ab", b"")

@@ -1,0 +1,127 @@
+"""What is known before the job starts: rows per file, the limit over several files, duplicate ids."""
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prompt_files import GOOD, load, read_lines, write_parquet
+
+from pipeline.config import InputConfig
+from pipeline.errors import ConfigError, RowErrorType
+from pipeline.scan import count_owed, merge_scans, owed_rows, scan, scan_file
+from pipeline.source import list_source
+
+
+def test_limit_over_several_files(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / f"{name}.jsonl").write_bytes(GOOD + b"\n" + GOOD + GOOD)
+    write_parquet(tmp_path / "0.parquet", {"prompt": ["x", "y"]})
+    for settings in ({}, {"id_column": "id"}):
+        rows, scanned = load(InputConfig(path=[str(tmp_path)], limit=7, **settings))
+        assert [(file.name, file.take) for file in scanned.files] == [
+            ("0.parquet", 2),
+            ("a.jsonl", 3),
+            ("b.jsonl", 2),
+        ]
+        assert len(rows) == 7
+        assert (rows[-1].source_file, rows[-1].row_index) == ("b.jsonl", 2)
+    assert load(InputConfig(path=[str(tmp_path)], limit=2))[1].rows == [2]
+    assert load(InputConfig(path=[str(tmp_path)], limit=99))[1].total == 14
+
+
+def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    config = InputConfig(path=[str(tmp_path)])
+    files = list_source(config)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pipeline.storage.Place.open_input", refuse)
+    with pytest.raises(ConfigError, match=r"input.path: cannot read .*a.jsonl: .*Permission denied"):
+        scan(files, config)
+
+
+def ids(*values: Any) -> bytes:
+    return b"".join(json.dumps({"prompt": "p", "id": value}).encode() + b"\n" for value in values)
+
+
+def test_duplicate_ids_name_both_lines(tmp_path: Path) -> None:
+    """Within a file, across files and formats, int 1 and "1"; the first in (file, line) order wins."""
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + ids("x", 1, "y", "x") + b"not json\n")
+    (tmp_path / "b.jsonl").write_bytes(ids("1", "x", "z", None, None))
+    write_parquet(tmp_path / "c.parquet", {"prompt": ["p", "p"], "id": ["w", "y"]})
+    write_parquet(tmp_path / "d.parquet", {"prompt": ["p", "p"], "id": ["w", "v"]})
+    rows, scanned = load(InputConfig(path=[str(tmp_path)], id_column="id"))
+    errors = {row.where: row.error for row in rows if row.error_type == RowErrorType.DUPLICATE_ID}
+    assert errors == {
+        "a.jsonl, line 5": "a.jsonl, line 5: id 'x' was already used at a.jsonl, line 2",
+        "b.jsonl, line 1": "b.jsonl, line 1: id '1' was already used at a.jsonl, line 3",
+        "b.jsonl, line 2": "b.jsonl, line 2: id 'x' was already used at a.jsonl, line 2",
+        "c.parquet, row 2": "c.parquet, row 2: id 'y' was already used at a.jsonl, line 4",
+        "d.parquet, row 1": "d.parquet, row 1: id 'w' was already used at c.parquet, row 1",
+    }
+    assert scanned.duplicates[("c.parquet", 1)] == ("a.jsonl", 3)
+    good = [row.row_id for row in rows if row.error is None]
+    assert good == ["x", "1", "y", "z", "w", "v"]
+    assert len({row.row_key for row in rows}) == len(rows)
+
+
+def test_equal_lines_have_different_keys(tmp_path: Path) -> None:
+    """Without ids the line number tells them apart; with ids the second is an error row with its own key."""
+    assert len({row.row_key for row in read_lines(tmp_path, GOOD.strip(), GOOD.strip())}) == 2
+    same = {"prompt": "p", "id": 1}
+    assert len({row.row_key for row in read_lines(tmp_path, same, same, same, id_column="id")}) == 3
+
+
+def test_duplicates_beyond_the_limit_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "y"))
+    (tmp_path / "b.jsonl").write_bytes(ids("z", "x"))
+    assert load(InputConfig(path=[str(tmp_path)], id_column="id", limit=3))[1].duplicates == {}
+    assert load(InputConfig(path=[str(tmp_path)], id_column="id", limit=4))[1].duplicates == {
+        ("b.jsonl", 1): ("a.jsonl", 0)
+    }
+
+
+def test_duplicates_equal_a_plain_search(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    expected: dict[tuple[str, int], tuple[str, int]] = {}
+    first: dict[str, tuple[str, int]] = {}
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        values = [str(generator.randrange(300)) for _ in range(200)]
+        (tmp_path / name).write_bytes(ids(*values))
+        for index, value in enumerate(values):
+            if value in first:
+                expected[(name, index)] = first[value]
+            else:
+                first[value] = (name, index)
+    assert load(InputConfig(path=[str(tmp_path)], id_column="id"))[1].duplicates == expected
+
+
+def test_file_scans_can_be_made_elsewhere_and_merged(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "y"))
+    (tmp_path / "b.jsonl").write_bytes(ids("x"))
+    config = InputConfig(path=[str(tmp_path)], id_column="id")
+    files = pickle.loads(pickle.dumps(list_source(config)))
+    scans = [pickle.loads(pickle.dumps(scan_file(file, config))) for file in files]
+    assert all(isinstance(file_scan.ids, np.ndarray) for file_scan in scans)
+    assert merge_scans(files, scans, config) == scan(files, config)
+    assert merge_scans([], [], config).total == 0
+
+
+def test_owed_rows_are_those_whose_keys_are_not_done(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "y", "x", None, "z"))
+    config = InputConfig(path=[str(tmp_path)], id_column="id", limit=4)
+    rows, scanned = load(config)
+    (file,) = scanned.files
+    keys = [row.row_key for row in rows]
+    for finished in ([], [0], [1, 3], [2], [0, 1, 2, 3]):
+        done = np.array(sorted([0, *(keys[i] for i in finished), 2**64 - 1]), np.uint64)
+        owed = list(owed_rows(file, config, scanned.duplicates, done))
+        assert owed == [row for i, row in enumerate(rows) if i not in finished]
+        assert count_owed(file, config, scanned.duplicates, done) == len(owed)
+    assert count_owed(file, config, scanned.duplicates, np.empty(0, np.uint64)) == 4
