@@ -18,7 +18,7 @@ from jobs.runtime import machine, ray_cluster, set_up_logging, versions
 from pipeline.config import JobConfig, load_config
 from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
-from pipeline.run import Job, RunError, check_job, run_job
+from pipeline.run import Job, RunError, Work, check_job, count_work, run_job
 from pipeline.source import read_rows
 
 logger = logging.getLogger("espstream")
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ray_cluster():
             job = check_job(config)
             if options.dry_run:
-                print("\n".join(_plan_lines(job)))
+                print("\n".join(_plan_lines(job, count_work(job))))
                 return DONE
             summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
     except ConfigError as error:
@@ -63,7 +63,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return [*options.set, *([f"input.limit={options.limit}"] if options.limit is not None else [])]
 
 
-def _plan_lines(job: Job) -> list[str]:
+def _plan_lines(job: Job, work: Work) -> list[str]:
     """The dry run: what would run, and the first rows as the parser sees them."""
     plan, config = job.plan, job.plan.config
     decoder = config.decoder
@@ -74,7 +74,7 @@ def _plan_lines(job: Job) -> list[str]:
         f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
         f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
         f"{plan.threads} threads",
-        f"output    {job.folder.place.uri}: {len(job.done)} rows there, {job.owed} to do",
+        f"output    {job.folder.place.uri}: {len(work.done)} rows there, {work.owed} to do",
     ]
     for file in job.scan.files:
         for row in itertools.islice(read_rows(file, config.input, job.scan.duplicates), DRY_RUN_ROWS):

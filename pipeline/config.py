@@ -35,7 +35,7 @@ ColumnType = Literal["string", "int64", "float64", "bool"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class InputConfig(Section):
@@ -199,8 +199,25 @@ class JobConfig(Section):
     errors: ErrorsConfig = ErrorsConfig()
     cost: CostConfig = CostConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_sections(cls, data: Any) -> Any:
+        """`sampling:` with nothing under it is YAML's null and means a section of defaults."""
+        return {k: {} if v is None else v for k, v in data.items()} if isinstance(data, dict) else data
+
     def dump_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A key that stands twice is an error: YAML would let the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key} stands twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -215,7 +232,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not valid UTF-8: {error}") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that the calendar lacks
         raise ConfigError(f"config file {path}: not valid YAML: {error}") from error
     if not isinstance(data, dict):

@@ -79,13 +79,14 @@ def decode(prepared: Dataset, plan: Plan, board: Any = None) -> Dataset:
     )
 
 
-def write(rows: Dataset, data_uri: str, config: JobConfig) -> Dataset:
+def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig) -> Dataset:
     """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out."""
-    return rows.map_batches(
+    exact = rows.repartition(target_num_rows_per_block=config.output.rows_per_file, strict=True)
+    return exact.map_batches(
         write_batch,
-        fn_kwargs={"data_uri": data_uri, "keep_columns": config.input.keep_columns},
+        fn_kwargs={"folder_uri": folder_uri, "attempt": attempt, "keep_columns": config.input.keep_columns},
         batch_format="pyarrow",
-        batch_size=config.output.rows_per_file,
+        batch_size=None,
         num_cpus=LIGHT_CPUS,
     )
 

@@ -141,10 +141,11 @@ def _device(config: JobConfig, nodes: Sequence[Node]) -> str:
 
 
 def _threads(config: JobConfig, device: str, nodes: Sequence[Node]) -> int:
-    """On a CPU, the machine's cores shared among its actors (as if spread evenly over the nodes that take work)."""
+    """On a CPU, the machine's cores shared among its actors (as if spread evenly over the nodes that take work), with
+    one logical CPU left for reading and writing."""
     if device != "cpu":
         return 1
-    able = [node.cpus for node in nodes if node.cpus] or [0.0]  # a head node may offer no CPU
+    able = [node.cpus - SPARE_CPUS for node in nodes if node.cpus] or [0.0]  # a head node may offer no CPU
     per_node = -(-config.cluster.actors // len(able))
     return max(1, int(min(*able, os.cpu_count() or 1) // per_node))
 

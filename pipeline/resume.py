@@ -7,6 +7,7 @@ keys are in the shards are not decoded again. Another one is refused, with the d
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,9 @@ import pyarrow.parquet as pq
 from pipeline.config import OutputConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import difference
-from pipeline.sink import DATA_FOLDER, shards
+from pipeline.sink import DATA_FOLDER, RUN_FILE, shards
 from pipeline.storage import open_place
 
-RUN_FILE = "run.json"
 REPORT_FILES = ("report.json", "report.html")
 
 
@@ -74,6 +74,12 @@ class RunFolder:
                 f"output.path: {self.place.uri} holds this run's data already; set output.resume: true to continue it "
                 "or output.overwrite: true to start over"
             )
+
+    def claim(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """Write `run` as run.json with a new attempt, which ends the writing of every earlier start; returns it."""
+        claimed = {**run, "attempt": uuid.uuid4().hex}
+        self.write_run(claimed)
+        return claimed
 
     def clear(self) -> None:
         """Delete what this project wrote here, and nothing else."""

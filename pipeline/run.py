@@ -27,7 +27,7 @@ from pipeline.report import REPORT_COLUMNS, build_report, summarize
 from pipeline.resume import RunFolder
 from pipeline.scan import Scan, count_owed, merge_scans, scan_file
 from pipeline.schema import output_schema
-from pipeline.sink import read_columns, shards, write_shard
+from pipeline.sink import read_columns, remove_doubles, shards, write_shard
 from pipeline.source import list_source
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,18 @@ class Job:
     plan: Plan
     scan: Scan
     folder: RunFolder
-    done: np.ndarray  # sorted keys of rows that the folder already holds
-    owed: int  # input rows whose keys are not among them
 
     @property
     def config(self) -> JobConfig:
         return self.plan.config
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is left of a job: `done`, the sorted keys of rows in the folder, and how many input rows are not there."""
+
+    done: np.ndarray
+    owed: int
 
 
 def check_job(config: JobConfig) -> Job:
@@ -59,13 +65,18 @@ def check_job(config: JobConfig) -> Job:
     plan = make_plan(config, cluster_nodes())
     folder = RunFolder(config.output.path)
     folder.check(config.output, plan.fingerprint())
-    done = np.empty(0, np.uint64) if config.output.overwrite else folder.finished_keys()
-    scan = merge_scans(files, _on_cluster(scan_file, [(file, config.input) for file in files]), config.input)
-    owed = scan.total
-    if len(done):
-        known = ray.put(done)
-        owed = sum(_on_cluster(count_owed, [(file, config.input, scan.duplicates, known) for file in scan.files]))
-    return Job(plan, scan, folder, done, owed)
+    scans = _on_cluster(scan_file, [(file, config.input) for file in files])
+    return Job(plan, merge_scans(files, scans, config.input), folder)
+
+
+def count_work(job: Job) -> Work:
+    """Compare the input with the rows that the folder holds."""
+    done = np.empty(0, np.uint64) if job.config.output.overwrite else job.folder.finished_keys()
+    if not len(done):
+        return Work(done, job.scan.total)
+    known = ray.put(done)
+    calls = [(file, job.config.input, job.scan.duplicates, known) for file in job.scan.files]
+    return Work(done, sum(_on_cluster(count_owed, calls)))
 
 
 def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -> list[_T]:
@@ -82,59 +93,78 @@ def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -
 def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, Any]:
     """Decode, write, account, report; returns the report's summary. about: machine and versions, for run.json.
 
-    Raises RunError when rows are missing or doubled at the end.
+    Raises RunError when rows are missing at the end, or when another start of the run has taken the folder.
     """
     began = time.time()
     if job.config.output.overwrite:
         job.folder.clear()
-    run = {
-        "status": "running",
-        "fingerprint": job.plan.fingerprint(),
-        "config": scrub(job.plan.resolved()),
-        **about,
-        "started_at": began,
-        "counts": {"input_rows": job.scan.total, "already_done": job.scan.total - job.owed},
-    }
-    job.folder.write_run(run)
+    run = job.folder.claim(
+        {
+            "status": "running",
+            "fingerprint": job.plan.fingerprint(),
+            "config": scrub(job.plan.resolved()),
+            **about,
+            "started_at": began,
+        }
+    )
+    work = count_work(job)  # after the claim: from here on nobody else adds rows
     if not job.scan.total:
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
-    written = _decode_owed(job, console) if job.owed else 0
-    schema = output_schema(job.config.input.keep_columns)
-    if not shards(job.folder.data):
-        write_shard(job.folder.data, schema.empty_table())  # readers find the schema also where there are no rows
-    table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    _account(job, written, table)
+    written = _decode_owed(job, work, run["attempt"], console) if work.owed else 0
+    table = _settle(job, work, written)
     failed = table.num_rows - table["error_type"].null_count
-    counts = {"rows": table.num_rows, "failed": failed, "shards": len(shards(job.folder.data))}
-    run |= {"status": "finished", "wall_s": time.time() - began, "counts": run["counts"] | counts}
+    run["counts"] = {
+        "input_rows": job.scan.total,
+        "already_done": job.scan.total - work.owed,
+        "rows": table.num_rows,
+        "failed": failed,
+        "shards": len(shards(job.folder.data)),
+    }
+    run |= {"status": "finished", "wall_s": time.time() - began}
     summary = summarize(table, run=run)
     job.folder.write_report(*build_report(table, run))
     job.folder.write_run(run)
     return summary
 
 
-def _decode_owed(job: Job, console: Console) -> int:
+def _decode_owed(job: Job, work: Work, attempt: str, console: Console) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
     board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    rows = decode(read(job.scan, job.plan, job.done), job.plan, board)
+    rows = decode(read(job.scan, job.plan, work.done), job.plan, board)
+    shards_written = write(rows, job.folder.place.uri, attempt, job.config)
     written = 0
-    with show_progress(lambda: ray.get(board.total.remote(), timeout=5), job.owed, console):
-        for shard in write(rows, job.folder.data.uri, job.config).iter_rows():
-            logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
-            written += shard["rows"]
+    with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+        try:
+            for shard in shards_written.iter_rows():
+                logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
+                written += shard["rows"]
+        except ray.exceptions.RayError as error:
+            raise RunError(f"the job broke off: {_root_cause(error)}; the same command continues it") from error
     return written
 
 
-def _account(job: Job, written: int, table: pa.Table) -> None:
-    """Every row once. table: all rows of the output. Raises RunError when rows are doubled or missing."""
-    twice = table.num_rows - len(np.unique(table["row_key"].to_numpy()))
-    if twice:
-        raise RunError(f"{twice} rows are in the output twice; this is a bug, please report it")
-    missing = job.owed - written
+def _root_cause(error: BaseException) -> str:
+    """The innermost exception of a Ray failure, as one line."""
+    while (cause := getattr(error, "cause", None) or error.__cause__) is not None:
+        error = cause
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+
+
+def _settle(job: Job, work: Work, written: int) -> pa.Table:
+    """All rows of the output, each once. Raises RunError when rows are missing."""
+    schema = output_schema(job.config.input.keep_columns)
+    if not shards(job.folder.data):
+        write_shard(job.folder.data, schema.empty_table())  # readers find the schema also where there are no rows
+    table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
+    if len(np.unique(table["row_key"].to_numpy())) < table.num_rows:
+        logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(job.folder.data))
+        table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
+    missing = work.owed - written
     if missing and _breaks_off(job.scan, table):
         logger.warning("%d rows of a Parquet file could not be read; see its error row", missing)
     elif missing:
-        raise RunError(f"{missing} of {job.owed} rows are missing; run the same command again to continue")
+        raise RunError(f"{missing} of {work.owed} rows are missing; run the same command again")
+    return table
 
 
 def _breaks_off(scan: Scan, table: pa.Table) -> bool:

@@ -1,12 +1,14 @@
 """Output shards: each appears whole or not at all, under a name that its own rows decide.
 
 A shard's name is a digest of the keys of its rows, so a write that is tried again replaces exactly its own shard and
-can never touch another's.
+can never touch another's. A killed driver's tasks may outlive it for seconds: each start of a run claims the folder
+with a new attempt in run.json, and a writer of an older attempt refuses to write.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -17,6 +19,7 @@ from pipeline.schema import output_schema
 from pipeline.storage import Place, open_place
 
 DATA_FOLDER = "data"
+RUN_FILE = "run.json"
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 
@@ -41,13 +44,48 @@ def write_shard(data: Place, table: pa.Table) -> str:
     return name
 
 
-def write_batch(table: pa.Table, data_uri: str, keep_columns: Mapping[str, str]) -> pa.Table:
-    """A Ray Data stage: output rows in, one row of WRITTEN_SCHEMA per shard out."""
+class LostFolderError(RuntimeError):
+    """Another start of a run has claimed the output folder; this one must not write to it any more."""
+
+
+def write_batch(table: pa.Table, folder_uri: str, attempt: str, keep_columns: Mapping[str, str]) -> pa.Table:
+    """A Ray Data stage: output rows in, one row of WRITTEN_SCHEMA per shard out. Raises LostFolderError."""
+    folder = open_place(folder_uri)
+    if read_attempt(folder) != attempt:
+        raise LostFolderError(f"{folder.uri} was claimed by a later start of the run; this one stops")
     schema = output_schema(keep_columns)
     table = table.select(schema.names).cast(schema)
-    name = write_shard(open_place(data_uri), table)
+    name = write_shard(folder.child(DATA_FOLDER), table)
     failed = table.num_rows - table["error_type"].null_count
     return pa.table({"shard": [name], "rows": [table.num_rows], "failed": [failed]}, schema=WRITTEN_SCHEMA)
+
+
+def read_attempt(folder: Place) -> str | None:
+    """The attempt that run.json names; None without one."""
+    file = folder.child(RUN_FILE)
+    return json.loads(file.read_bytes()).get("attempt") if file.exists() else None
+
+
+def remove_doubles(data: Place) -> int:
+    """Rewrite shards so that each (row_key, sample_index) stands once; how many rows were taken out.
+
+    Needed only where a writer of an older attempt passed the check just before the folder was claimed. A shard's
+    remaining rows are written before the shard goes, so a kill in between loses nothing.
+    """
+    seen: set[tuple[int, int]] = set()
+    removed = 0
+    for shard in shards(data):
+        table = pq.read_table(pa.BufferReader(shard.read_bytes()))
+        keys = list(zip(table["row_key"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+        fresh = [key not in seen for key in keys]
+        seen.update(keys)
+        if all(fresh):
+            continue
+        removed += fresh.count(False)
+        if any(fresh):
+            write_shard(data, table.filter(pa.array(fresh)))
+        shard.delete()
+    return removed
 
 
 def shards(data: Place) -> list[Place]:

@@ -14,8 +14,18 @@ import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.resume import RunFolder
 from pipeline.schema import output_schema
-from pipeline.sink import WRITTEN_SCHEMA, read_columns, shard_name, shards, write_batch, write_shard
+from pipeline.sink import (
+    WRITTEN_SCHEMA,
+    LostFolderError,
+    read_columns,
+    remove_doubles,
+    shard_name,
+    shards,
+    write_batch,
+    write_shard,
+)
 from pipeline.storage import Place, open_place
 
 KEEP = {"topic": "string", "level": "int64"}
@@ -48,8 +58,18 @@ def table_of(*rows: dict[str, Any]) -> pa.Table:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Place:
-    return open_place(str(tmp_path / "data"))
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(str(tmp_path))
+
+
+@pytest.fixture
+def data(folder: RunFolder) -> Place:
+    return folder.data
+
+
+@pytest.fixture
+def attempt(folder: RunFolder) -> str:
+    return folder.claim({"fingerprint": {}})["attempt"]
 
 
 # ------------------------------------------------------------------------------------------------------------ names
@@ -99,21 +119,21 @@ def test_other_rows_are_another_file(data: Place) -> None:
     assert len(names) == 2
 
 
-def test_batch_becomes_a_shard_and_a_receipt(data: Place) -> None:
+def test_batch_becomes_a_shard_and_a_receipt(folder: RunFolder, attempt: str, data: Place) -> None:
     columns = [*reversed(SCHEMA.names)]
     batch = table_of(done_row(1), error_row(2), error_row(3)).select(columns).append_column("extra", pa.array([1] * 3))
     batch = batch.set_column(columns.index("level"), "level", pa.array([3, None, 3], pa.int32()))
-    written = write_batch(batch, data.uri, KEEP)
+    written = write_batch(batch, folder.place.uri, attempt, KEEP)
     assert written.schema == WRITTEN_SCHEMA
     (shard,) = shards(data)
     assert written.to_pylist() == [{"shard": shard.name, "rows": 3, "failed": 2}]
     assert pq.read_schema(shard.path).equals(SCHEMA), "the columns, their order and types are the schema's"
 
 
-def test_a_null_identity_is_refused(data: Place) -> None:
+def test_a_null_identity_is_refused(folder: RunFolder, attempt: str, data: Place) -> None:
     batch = pa.Table.from_pylist([done_row(1, row_id=None)], schema=pa.schema([f.with_nullable(True) for f in SCHEMA]))
     with pytest.raises(ValueError, match="row_id"):
-        write_batch(batch, data.uri, KEEP)
+        write_batch(batch, folder.place.uri, attempt, KEEP)
     assert shards(data) == []
 
 
@@ -154,7 +174,7 @@ def test_shards_are_this_projects_files(data: Place) -> None:
 
 
 @pytest.fixture
-def folder(data: Place) -> Path:
+def mixed_folder(data: Place) -> Path:
     """A shard without errors, one without values in a kept column, one with errors only, and an empty one."""
     write_shard(data, table_of(done_row(1), done_row(2)))
     write_shard(data, table_of(done_row(3, topic=None, level=None), error_row(4, topic=None, level=None)))
@@ -174,34 +194,36 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     assert [None if row["token_ids"] is None else list(row["token_ids"]) for row in rows] == [[1, 2]] * 3 + [None] * 2
 
 
-def test_pyarrow_reads_a_folder(folder: Path) -> None:
-    for table in (pq.read_table(folder), pads.dataset(folder, format="parquet").to_table()):
+def test_pyarrow_reads_a_folder(mixed_folder: Path) -> None:
+    for table in (pq.read_table(mixed_folder), pads.dataset(mixed_folder, format="parquet").to_table()):
         assert table.schema.equals(SCHEMA)
         check_rows(table.to_pylist())
 
 
-def test_pandas_reads_a_folder(folder: Path) -> None:
-    frame = pd.read_parquet(folder, dtype_backend="pyarrow")
+def test_pandas_reads_a_folder(mixed_folder: Path) -> None:
+    frame = pd.read_parquet(mixed_folder, dtype_backend="pyarrow")
     assert list(frame.columns) == SCHEMA.names
     check_rows(pa.Table.from_pandas(frame, preserve_index=False).to_pylist())
-    assert len(pd.read_parquet(folder)) == 5
+    assert len(pd.read_parquet(mixed_folder)) == 5
 
 
-def test_duckdb_reads_a_folder(folder: Path) -> None:
+def test_duckdb_reads_a_folder(mixed_folder: Path) -> None:
     with duckdb.connect() as connection:
-        rows = connection.sql(f"SELECT * FROM read_parquet('{folder}/*.parquet')")
+        rows = connection.sql(f"SELECT * FROM read_parquet('{mixed_folder}/*.parquet')")
         assert rows.columns == SCHEMA.names
         check_rows([dict(zip(rows.columns, row, strict=True)) for row in rows.fetchall()])
 
 
-def test_datasets_reads_a_folder(folder: Path, tmp_path: Path) -> None:
-    loaded = datasets.load_dataset("parquet", data_dir=str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+def test_datasets_reads_a_folder(mixed_folder: Path, tmp_path: Path) -> None:
+    loaded = datasets.load_dataset(
+        "parquet", data_dir=str(mixed_folder), split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert loaded.column_names == SCHEMA.names
     check_rows(loaded.to_list())
 
 
-def test_read_columns(folder: Path) -> None:
-    table = read_columns(open_place(str(folder)), ["error_type", "row_key"], SCHEMA)
+def test_read_columns(mixed_folder: Path) -> None:
+    table = read_columns(open_place(str(mixed_folder)), ["error_type", "row_key"], SCHEMA)
     assert table.schema == pa.schema([SCHEMA.field("error_type"), SCHEMA.field("row_key")])
     assert sorted(table["row_key"].to_pylist()) == [1, 2, 3, 4, 5]
     assert table["error_type"].null_count == 3
@@ -212,3 +234,33 @@ def test_read_columns_of_an_empty_folder(data: Place) -> None:
         table = read_columns(data, ["row_key", "topic"], SCHEMA)
         assert (table.num_rows, table.schema) == (0, pa.schema([SCHEMA.field("row_key"), SCHEMA.field("topic")]))
         Path(data.path).mkdir(exist_ok=True)
+
+
+# --------------------------------------------------------------------------------- starts of a run that overlap
+
+
+def keys_in(data: Place) -> list[int]:
+    return sorted(read_columns(data, ["row_key"], SCHEMA)["row_key"].to_pylist())
+
+
+def test_a_writer_of_an_older_attempt_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path / "out"))
+    first = folder.claim({"fingerprint": {}})["attempt"]
+    write_batch(table_of(done_row(1), done_row(2)), folder.place.uri, first, KEEP)
+    second = folder.claim({"fingerprint": {}})["attempt"]
+    with pytest.raises(LostFolderError, match="claimed by a later start"):
+        write_batch(table_of(done_row(3)), folder.place.uri, first, KEEP)
+    write_batch(table_of(done_row(3)), folder.place.uri, second, KEEP)
+    assert keys_in(folder.data) == [1, 2, 3]
+    folder.clear()
+    with pytest.raises(LostFolderError):
+        write_batch(table_of(done_row(4)), folder.place.uri, second, KEEP)
+
+
+def test_doubles_are_taken_out_and_nothing_else(data: Place) -> None:
+    for keys in ([1, 2, 3], [3, 4], [1, 3], [5]):
+        write_shard(data, table_of(*map(done_row, keys)))
+    write_shard(data, table_of(done_row(5, sample_index=1)))  # another sample of a row is no double
+    assert remove_doubles(data) == 3
+    assert keys_in(data) == [1, 2, 3, 4, 5, 5]
+    assert remove_doubles(data) == 0
