@@ -82,6 +82,7 @@ class Engine:
         self._lane = next(iter(self._lanes.values()))
         self._cache = model.new_cache(slots)
         self._running: list[_Sequence] = []
+        self._finished: list[Completion] = []  # given out by the next step that does not fail
         self._alone = 0  # sequences at the head of the lane that must not share a step
 
     # ---- requests in, completions out
@@ -120,7 +121,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running) or any(lane.waiting for lane in self._lanes.values())
+        return bool(self._running or self._finished) or any(lane.waiting for lane in self._lanes.values())
 
     @property
     def running(self) -> list[str]:
@@ -143,10 +144,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Fill free slots, run one block for every running sequence, return those that ended."""
-        done = self._admit()
+        self._admit()
         if self._running:
             self._decode()
-            done += self._release()
+            self._release()
+        done, self._finished = self._finished, []
         if not self.busy:
             self._lane = self._lane_of(None)
         return done
@@ -160,21 +162,18 @@ class Engine:
 
     # ---- slots
 
-    def _admit(self) -> list[Completion]:
-        """Prefill waiting requests into free slots; returns those that one token ended."""
+    def _admit(self) -> None:
+        """Prefill waiting requests into free slots; one that its first token ends frees its slot at once."""
         if not self._running and not self._lane.waiting:
             self._lane = next((lane for lane in self._lanes.values() if lane.waiting), self._lane)
-        done = []
         while self._lane.waiting and len(self._running) < (1 if self._alone else self.slots):
             self._running.append(self._lane.waiting.popleft())
             self._prefill(self._running[-1], slot=len(self._running) - 1)
-            done += self._release()
-        return done
+            self._release()
 
-    def _release(self) -> list[Completion]:
+    def _release(self) -> None:
         """Take ended sequences out; the last running one moves into each gap, so that slots 0..B-1 stay filled."""
         now = time.perf_counter()
-        done = []
         for slot in range(len(self._running) - 1, -1, -1):
             sequence = self._running[slot]
             if sequence.finish is None:
@@ -185,12 +184,8 @@ class Engine:
                 self._running[slot] = last
             self._alone = max(self._alone - 1, 0)
             latency = now - sequence.started
-            done.append(
-                Completion(
-                    sequence.request.request_id, tuple(sequence.output), sequence.finish, sequence.stats, latency
-                )
-            )
-        return done
+            name = sequence.request.request_id
+            self._finished.append(Completion(name, tuple(sequence.output), sequence.finish, sequence.stats, latency))
 
     # ---- prefill
 

@@ -127,6 +127,10 @@ class CausalModel:
     def context_length(self) -> int:
         return self.config.max_position_embeddings
 
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Each weight once (tied ones are one)."""
+        return self._hf.parameters()
+
     def new_cache(self, slots: int) -> SlotCache:
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -128,6 +128,29 @@ def test_only_the_request_that_fails_alone_gets_the_error(monkeypatch: pytest.Mo
     assert_equal("llama", requests, [result for result in results if isinstance(result, Completion)])
 
 
+def test_a_row_that_ended_in_the_step_that_failed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token ends the first row while the second one's prefill fails in the same step."""
+    forward = CausalModel.forward_block
+
+    def fragile(
+        self: CausalModel,
+        cache: SlotCache,
+        first_slot: int,
+        lengths: torch.Tensor,
+        embeds: torch.Tensor,
+        *rest: torch.Tensor,
+    ) -> torch.Tensor:
+        if embeds.shape[1] >= 50:
+            raise RuntimeError("injected failure")
+        return forward(self, cache, first_slot, lengths, embeds, *rest)
+
+    monkeypatch.setattr(CausalModel, "forward_block", fragile)
+    with EngineService(esp("llama", 4)) as service:
+        short, bad = service.submit(request("short", 5, max_new_tokens=1)), service.submit(request("bad", 50))
+        assert short.result(timeout=60).token_ids == expected("llama", request("short", 5, max_new_tokens=1)).token_ids
+        assert isinstance(bad.exception(timeout=60), RuntimeError)
+
+
 def test_closing_ends_what_has_not_finished() -> None:
     service = EngineService(esp("llama", 1))
     futures = [service.submit(request(f"r{i}", 30, max_new_tokens=60)) for i in range(20)]
