@@ -105,7 +105,13 @@ class CausalModel:
         self._hf.set_attn_implementation(ATTENTION_NAME)
         self._backbone = self._hf.base_model
         self._embedding = self._hf.get_input_embeddings()
+        self.num_parameters = sum(weight.numel() for weight in self._hf.parameters())  # tied ones once
         self._softcap = getattr(hf.config, "final_logit_softcapping", None)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The Hugging Face model, for kernel swaps (accel/)."""
+        return self._hf
 
     @property
     def config(self) -> Any:
@@ -126,10 +132,6 @@ class CausalModel:
     @property
     def context_length(self) -> int:
         return self.config.max_position_embeddings
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Each weight once (tied ones are one)."""
-        return self._hf.parameters()
 
     def new_cache(self, slots: int) -> SlotCache:
         config = self.config

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from esp_worker.accel import accelerate
 from esp_worker.checkpoint import Checkpoint, ModelError, resolve
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.none import NoDrafter
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         checkpoint = resolve(options.model)
         model = load_model(checkpoint.folder, dtype=options.dtype, device=options.device)
+        kernels = accelerate(model) if options.kernels == "auto" else "stock kernels"
         requests = read_requests(options, checkpoint)
     except (ModelError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "threads": options.threads,
+        "kernels": kernels,
         "prompts": len(requests),
         "new_tokens": options.new,
         "masks": options.masks,
@@ -192,8 +195,7 @@ def measure_ceiling(model: CausalModel) -> dict[str, float]:
     one_row_floor_ms: no one-row step can be faster than reading the weights; rows_at_ridge: rows at which the
     arithmetic of a step takes as long as that reading, after which each further row costs its full time.
     """
-    parameters = sum(p.numel() for p in model.parameters())
-    weight_bytes = sum(p.nbytes for p in model.parameters())
+    weight_bytes = model.num_parameters * model.dtype.itemsize
     buffer = torch.zeros(64 << 20, dtype=torch.float32, device=model.device)
     square = torch.ones(1024, 1024, dtype=model.dtype, device=model.device)
     read_s = _best(lambda: buffer.sum())
@@ -205,7 +207,7 @@ def measure_ceiling(model: CausalModel) -> dict[str, float]:
         "memory_read_gb_per_s": round(gb_per_s, 1),
         "matrix_product_gflop_per_s": round(gflop_per_s, 1),
         "one_row_floor_ms": round(floor_s * 1e3, 2),
-        "rows_at_ridge": round(floor_s * gflop_per_s * 1e9 / (2 * parameters), 1),
+        "rows_at_ridge": round(floor_s * gflop_per_s * 1e9 / (2 * model.num_parameters), 1),
     }
 
 
@@ -223,8 +225,8 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
     ceiling = about["ceiling"]
     console = Console(width=120)
     console.print(
-        f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads; {about['model']}, "
-        f"{about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, {about['masks']} masks, "
+        f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
+        f"{about['model']}, {about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, {about['masks']} masks, "
         f"temperature {about['temperature']}, median of {about['repeat']}",
         highlight=False,
     )
@@ -266,6 +268,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--threads", type=int, default=2)
     decode.add_argument("--dtype", default="auto")
     decode.add_argument("--device", default="auto")
+    decode.add_argument("--kernels", choices=("auto", "stock"), default="auto")
     return parser.parse_args(arguments)
 
 

@@ -21,6 +21,7 @@ import ray
 import torch
 import xxhash
 
+from esp_worker.accel import accelerate
 from esp_worker.checkpoint import resolve
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.none import NoDrafter
@@ -64,6 +65,7 @@ class DecodeActor:
         self._tokenizer = load_tokenizer(checkpoint.folder, trust)
         self._stop = StopStrings(config.sampling.stop, self._text) if config.sampling.stop else None
         model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
+        kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
         self._method = config.decoder.method
         self._engine = Engine(
             model, make_drafters(config.decoder, model), slots=config.engine.slots, max_length=plan.max_length
@@ -76,7 +78,7 @@ class DecodeActor:
             "worker_load_s": loaded - began,
             "worker_warmup_s": time.perf_counter() - loaded,
         }
-        logger.info("engine ready: %s, %s, %d threads", plan.dtype, plan.device, plan.threads)
+        logger.info("engine ready: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))

@@ -151,11 +151,16 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
-    """slots: sequences decoded together; max_length: prompt + output tokens (null: the model's context);
-    threads: CPU threads of the engine (null: the machine's cores divided among its actors on a CPU, 1 beside a GPU)."""
+    """How an actor's engine runs.
+
+    slots: sequences decoded together. max_length: prompt + output tokens (null: the model's context). kernels: auto packs
+    linear layers where the machine can; stock leaves the model as Hugging Face has it. threads: CPU threads (null: the
+    machine's cores divided among its actors on a CPU, 1 beside a GPU).
+    """
 
     slots: int = Field(8, ge=1)
     max_length: int | None = Field(None, ge=2)
+    kernels: Literal["auto", "stock"] = "auto"
     threads: int | None = Field(None, ge=1)
 
 

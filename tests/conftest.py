@@ -17,6 +17,7 @@ import torch
 from common import S3_CREDENTIALS, SMOLLM2
 from tiny_checkpoint import save_tiny_checkpoint
 
+from esp_worker.accel import accelerate
 from esp_worker.checkpoint import resolve
 from esp_worker.model import CausalModel, load_model
 
@@ -28,7 +29,10 @@ def few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> CausalModel:
-    return load_model(resolve(SMOLLM2).folder, dtype="float32", device="cpu")
+    """In fp32 with the kernels that a job takes by default."""
+    model = load_model(resolve(SMOLLM2).folder, dtype="float32", device="cpu")
+    accelerate(model)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from esp_worker.model import load_model
 model = load_model(Path(sys.argv[1]))
-print(sum(p.numel() for p in model.parameters()), model.dtype, model.context_length)
+print(model.num_parameters, model.dtype, model.context_length)
 """
 
 
