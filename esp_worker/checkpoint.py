@@ -7,12 +7,15 @@ folder; two processes that start together both end with the same whole folder, b
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -165,19 +168,34 @@ def _convert_gguf(path: Path) -> Checkpoint:
 def _write_safetensors(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        with progress_bars_on_terminals_only():
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         raise ModelError(f"model {gguf}: transformers cannot read this GGUF file ({error})") from error
     model.hf_quantizer = None  # weights are dequantised; without this save_pretrained refuses
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
+    with progress_bars_on_terminals_only():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def progress_bars_on_terminals_only() -> Iterator[None]:
+    """Keep the carriage returns of Hugging Face's bars out of job logs; what else goes to stderr is passed on after."""
+    if sys.stderr.isatty():
+        yield
+        return
+    held = io.StringIO()
+    try:
+        with redirect_stderr(held):
+            yield
+    finally:
+        lines = [line for line in held.getvalue().splitlines() if "it/s]" not in line and "\r" not in line]
+        sys.stderr.write("".join(f"{line}\n" for line in lines if line.strip()))
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from esp_worker.attention import ATTENTION_NAME, BlockMask, tree_attention
 from esp_worker.cache import SlotCache
-from esp_worker.checkpoint import ModelError
+from esp_worker.checkpoint import ModelError, progress_bars_on_terminals_only
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
@@ -54,12 +54,13 @@ def load_model(
     """Load safetensors from a local folder. Raises ModelError for an architecture that the decoder does not support."""
     config = read_config(folder, trust_remote_code)
     where = resolve_device(device)
-    hf = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=resolve_dtype(dtype, where, getattr(config, "dtype", None)),
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-    )
+    with progress_bars_on_terminals_only():
+        hf = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=resolve_dtype(dtype, where, getattr(config, "dtype", None)),
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
     return CausalModel(hf.to(where))
 
 

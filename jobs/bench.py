@@ -226,8 +226,8 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
     console = Console(width=120)
     console.print(
         f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
-        f"{about['model']}, {about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, {about['masks']} masks, "
-        f"temperature {about['temperature']}, median of {about['repeat']}",
+        f"{about['model']}, {about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, "
+        f"{about['masks']} masks, temperature {about['temperature']}, median of {about['repeat']}",
         highlight=False,
     )
     console.print(

@@ -153,9 +153,9 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """How an actor's engine runs.
 
-    slots: sequences decoded together. max_length: prompt + output tokens (null: the model's context). kernels: auto packs
-    linear layers where the machine can; stock leaves the model as Hugging Face has it. threads: CPU threads (null: the
-    machine's cores divided among its actors on a CPU, 1 beside a GPU).
+    slots: sequences decoded together. max_length: prompt + output tokens (null: the model's context). threads: CPU
+    threads (null: the machine's cores divided among its actors on a CPU, 1 beside a GPU). kernels: auto packs linear
+    layers where the machine can; stock leaves the model as Hugging Face has it.
     """
 
     slots: int = Field(8, ge=1)

@@ -17,7 +17,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -291,7 +291,7 @@ def _bars(axes: Axes, positions: Sequence[int], heights: Sequence[float], labels
     if len(positions) <= 9:
         axes.bar_label(bars, labels, padding=2, color=INK, fontsize=9)
     axes.grid(visible=False, axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(FixedLocator(positions) if len(positions) <= 9 else MaxNLocator(integer=True))
     axes.set_xlim(min(positions) - 0.8, max(positions) + 0.8)
     axes.set_ylim(0, 1.15 * max(*heights, 1.0))
 
