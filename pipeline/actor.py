@@ -49,6 +49,7 @@ class DecodeActor:
     def __init__(self, plan: Plan, board: Any = None) -> None:
         """Loads the model and warms the engine. board: handle of a ProgressBoard actor, or None."""
         began = time.perf_counter()
+        _log_to_stderr()
         torch.set_num_threads(plan.threads)
         checkpoint = resolve(plan.config.model.path, plan.config.model.revision)
         if checkpoint.identity != plan.model_identity:
@@ -161,6 +162,16 @@ class DecodeActor:
         calls = sum(record["decode_calls"] for record in done)
         tally = Tally(len(records), len(records) - len(done), tokens, tokens - len(done), calls)
         self._board.add.remote(tally)  # fire and forget
+
+
+def _log_to_stderr() -> None:
+    """Ray brings a worker's stderr to the driver; its own logging set-up would keep our lines from it."""
+    for name in ("pipeline", "esp_worker"):
+        package = logging.getLogger(name)
+        package.setLevel(logging.INFO)
+        if not package.handlers:
+            package.addHandler(logging.StreamHandler())
+            package.propagate = False
 
 
 async def _timed(future: Future[Completion]) -> tuple[Completion, datetime]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 from tiny import CONTEXT, FAMILIES, VOCAB, mixed_requests, prompt, request, tiny_model
@@ -176,3 +177,19 @@ def test_long_prompts_prefill_in_chunks_and_the_cache_grows(monkeypatch: pytest.
     assert_equal("gemma3", requests, done)
     assert {c.request_id: c.stats.prefill_calls for c in done}["r40"] == 5
     assert {c.request_id: c.stats.prefill_calls for c in done}["r9"] == 2
+
+
+def test_the_drafter_sees_every_committed_token_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask update runs over the first token, the accepted ones and each bonus; only the last run is not needed."""
+    seen: list[int] = []
+    observe = ProbeDrafter.observe
+
+    def watched(self: ProbeDrafter, states: list[Any], committed: list[tuple[int, ...]], logits: Any) -> None:
+        seen.extend(committed[0])
+        assert len(states) == len(committed) == len(logits) == 1
+        observe(self, states, committed, logits)
+
+    monkeypatch.setattr(ProbeDrafter, "observe", watched)
+    (done,) = esp("llama", 1).generate([request("all", 9)])
+    assert done.stats.accepted_tokens > 0
+    assert tuple(seen) == done.token_ids[: -done.stats.accept_lengths[-1]]
