@@ -64,7 +64,7 @@ def quiet_ray_data() -> None:
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
 
 
 def machine() -> dict[str, Any]:

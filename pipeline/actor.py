@@ -83,7 +83,6 @@ class DecodeActor:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
-        self._report(records)
         return pa.Table.from_pylist(records, schema=self._schema)
 
     def _warm_up(self, model: CausalModel) -> None:
@@ -100,22 +99,31 @@ class DecodeActor:
     async def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         carried = {name: row[name] for name in self._carried} | {"sample_index": 0} | self._about
         if row["error_type"] is not None:
+            self._report(Tally(rows=1, failed=1))
             return carried | _failure(row["error_type"], row["error"])
         seed = row_seed(self._plan.config.sampling.seed, row["row_id"])
         request = self._request(row, seed)
         compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
-        methods = [self._method, NoDrafter.name] if compared else [self._method]
         try:
-            done = await asyncio.gather(*(_timed(self._service.submit(request, method)) for method in methods))
+            decodings = [self._decode(request)]
+            if compared:
+                decodings.append(_timed(self._service.submit(request, NoDrafter.name)))
+            done = await asyncio.gather(*decodings)
             result = self._result(*done[0]) | {"seed": seed, "prompt_tokens": len(request.prompt_ids)}
             if compared:
                 result |= _comparison(done[0][0], *done[1])
         except Exception as error:
-            logger.warning(
-                "row %s of %s failed: %s: %s", row["row_id"], row["source_file"], type(error).__name__, error
-            )
-            return carried | _failure(RowErrorType.DECODE, f"row {row['row_id']}: {type(error).__name__}: {error}")
+            message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
+            logger.warning("decoding failed: %s", message)
+            self._report(Tally(rows=1, failed=1))
+            return carried | _failure(RowErrorType.DECODE, message)
         return carried | result
+
+    async def _decode(self, request: Request) -> tuple[Completion, datetime]:
+        completion, finished = await _timed(self._service.submit(request, self._method))
+        tokens = len(completion.token_ids)
+        self._report(Tally(rows=1, tokens=tokens, committed=tokens - 1, decode_calls=completion.stats.decode_calls))
+        return completion, finished
 
     def _request(self, row: dict[str, Any], seed: int) -> Request:
         sampling = self._plan.config.sampling
@@ -154,14 +162,9 @@ class DecodeActor:
             "finished_at": finished,
         }
 
-    def _report(self, records: list[dict[str, Any]]) -> None:
-        if self._board is None:
-            return
-        done = [record for record in records if record["finish_reason"] != "error"]
-        tokens = sum(record["output_tokens"] for record in done)
-        calls = sum(record["decode_calls"] for record in done)
-        tally = Tally(len(records), len(records) - len(done), tokens, tokens - len(done), calls)
-        self._board.add.remote(tally)  # fire and forget
+    def _report(self, done: Tally) -> None:
+        if self._board is not None:
+            self._board.add.remote(done)  # fire and forget
 
 
 def _log_to_stderr() -> None:
