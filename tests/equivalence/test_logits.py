@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB, prompt, tiny_model
+from tiny import FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 
 from esp_worker.cache import SlotCache
 from esp_worker.model import CausalModel
@@ -72,6 +72,19 @@ def test_probe_rows_equal_the_stock_forward_of_path_and_masks(family: str) -> No
             want = hf(inputs_embeds=embeds).logits[0, -2:]
             rows = DRAFT.shape.probe_rows(owner)
             torch.testing.assert_close(got[rows.start : rows.stop], want, rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_that_ends_inside_the_block_counts_positions(family: str) -> None:
+    """A chain longer than the window behind two siblings, so that columns and positions differ within the block."""
+    model, length, chain = tiny_model(family), 12, WINDOW + 3
+    tree = TokenTree(tokens=(3, 4, *(5 + i % 8 for i in range(chain))), parents=(0, 0, 0, *range(3, 2 + chain)))
+    got = block_logits(model, [length], Draft(tree))[0]
+    ids = torch.tensor([[*prompt(length), ROOT, *tree.tokens[2:]]])
+    with model.stock() as hf:
+        want = hf(input_ids=ids).logits[0, length + 1 :]
+    torch.testing.assert_close(got[3:], want, rtol=0, atol=1e-6)
 
 
 @torch.inference_mode()
