@@ -1,61 +1,83 @@
 """`python -m jobs.generate --config FILE`: prompts in, generations out.
 
 Results go to stdout, logs and progress to stderr. Exit codes: 0 done; 1 the job broke off (run it again to continue);
-2 bad configuration, input or output place; 3 finished, with more error rows than errors.max_fraction allows.
+2 bad configuration, input or output place; 3 finished, with more error rows than errors.max_fraction allows; 130
+interrupted (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from rich.console import Console
 
 from jobs.runtime import machine, ray_cluster, set_up_logging, versions
 from pipeline.config import JobConfig, load_config
 from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
+from pipeline.redact import scrub_text
 from pipeline.run import Job, RunError, Work, check_job, count_work, run_job
 from pipeline.source import read_rows
 
 logger = logging.getLogger("espstream")
 
-DONE, BROKEN, BAD_CONFIG, TOO_MANY_ERRORS = 0, 1, 2, 3
+DONE, BROKEN, BAD_CONFIG, TOO_MANY_ERRORS, INTERRUPTED = 0, 1, 2, 3, 130
 DRY_RUN_ROWS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = set_up_logging()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt must not fail on an ASCII terminal
     try:
-        config = load_config(options.config, _overrides(options))
-        if options.print_config:
-            print(config.dump_yaml(), end="")
-            return DONE
-        with ray_cluster():
-            job = check_job(config)
-            if options.dry_run:
-                print("\n".join(_plan_lines(job, count_work(job))))
-                return DONE
-            summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
+        return _run(options, console)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_CONFIG
+        return _end(BAD_CONFIG, str(error))
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BROKEN
-    print("\n".join([*summary_lines(summary), f"report      {job.folder.place.child('report.html').uri}"]))
+        return _end(BROKEN, str(error))
+    except KeyboardInterrupt:
+        return _end(INTERRUPTED, "interrupted; shards that were written stay, and the same command continues")
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    config = load_config(options.config, _overrides(options))
+    if options.print_config:
+        print(scrub_text(config.dump_yaml()), end="")
+        return DONE
+    with ray_cluster():
+        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
+        job = check_job(config)
+        if options.dry_run:
+            print("\n".join(_plan_lines(job, count_work(job))))
+            return DONE
+        summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
+    report = job.folder.place.child("report.html").uri
+    print("\n".join([*summary_lines(summary), f"{'report':<13}  {report}"]))
     return _verdict(config, summary["rows"]["failed"], summary["rows"]["total"])
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _end(code: int, message: str) -> int:
+    print(f"error: {scrub_text(message)}", file=sys.stderr)
+    return code
 
 
 def _verdict(config: JobConfig, failed: int, total: int) -> int:
     allowed = config.errors.max_fraction
     if total and failed / total > allowed:
-        print(f"error: {failed} of {total} rows failed; errors.max_fraction allows {allowed:.2%}", file=sys.stderr)
-        return TOO_MANY_ERRORS
+        return _end(TOO_MANY_ERRORS, f"{failed} of {total} rows failed; errors.max_fraction allows {allowed:.2%}")
     return DONE
 
 
@@ -76,11 +98,10 @@ def _plan_lines(job: Job, work: Work) -> list[str]:
         f"{plan.threads} threads",
         f"output    {job.folder.place.uri}: {len(work.done)} rows there, {work.owed} to do",
     ]
-    for file in job.scan.files:
-        for row in itertools.islice(read_rows(file, config.input, job.scan.duplicates), DRY_RUN_ROWS):
-            shown = row.error or json.dumps(row.messages_or_prompt, ensure_ascii=False)[:100]
-            lines.append(f"row       {row.row_id}: {shown}")
-        break
+    rows = (row for file in job.scan.files for row in read_rows(file, config.input, job.scan.duplicates))
+    for row in itertools.islice(rows, DRY_RUN_ROWS):
+        shown = row.error or json.dumps(row.messages_or_prompt, ensure_ascii=False)[:100]
+        lines.append(f"row       {row.row_id}: {shown}")
     return lines
 
 

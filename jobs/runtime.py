@@ -17,6 +17,8 @@ from ray.data import DataContext
 from rich.console import Console
 from rich.logging import RichHandler
 
+from pipeline.errors import ConfigError
+
 # Logical CPUs beyond the cores in a Ray that a command starts itself: actors may then use every core for their
 # threads while reading and writing still find a CPU to run on.
 SPARE_LOGICAL_CPUS = 2
@@ -45,13 +47,18 @@ def ray_cluster() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    connect = bool(os.environ.get("RAY_ADDRESS"))
-    options: dict[str, Any] = {} if connect else {"num_cpus": (os.cpu_count() or 1) + SPARE_LOGICAL_CPUS}
-    # A local Ray needs no dashboard, and usage statistics are the user's to give.
-    if not connect:
-        options["include_dashboard"] = False
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": address}
+    if not address:
+        # "local": never a cluster that happens to run here. It needs no dashboard, and usage statistics are the user's
+        # to give.
+        cpus = (os.cpu_count() or 1) + SPARE_LOGICAL_CPUS
+        options = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    try:
+        ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"RAY_ADDRESS: no Ray cluster to be had at {address}: {error}") from error
     quiet_ray_data()
     try:
         yield

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from concurrent.futures import Future
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,7 +28,7 @@ from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
-from esp_worker.service import EngineService
+from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
 from esp_worker.types import Completion, Request, SamplingParams
 from pipeline.config import DecoderConfig
@@ -104,26 +104,36 @@ class DecodeActor:
         seed = row_seed(self._plan.config.sampling.seed, row["row_id"])
         request = self._request(row, seed)
         compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
+        decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
+        if compared:
+            decodings.append(self._decode(request, NoDrafter.name))
         try:
-            decodings = [self._decode(request)]
-            if compared:
-                decodings.append(_timed(self._service.submit(request, NoDrafter.name)))
             done = await asyncio.gather(*decodings)
             result = self._result(*done[0]) | {"seed": seed, "prompt_tokens": len(request.prompt_ids)}
             if compared:
                 result |= _comparison(done[0][0], *done[1])
+        except ServiceClosedError:
+            raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
         except Exception as error:
             message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
             logger.warning("decoding failed: %s", message)
             self._report(Tally(rows=1, failed=1))
             return carried | _failure(RowErrorType.DECODE, message)
+        tokens = result["output_tokens"]
+        self._report(Tally(rows=1, tokens=tokens, committed=tokens - 1, decode_calls=result["decode_calls"]))
         return carried | result
 
-    async def _decode(self, request: Request) -> tuple[Completion, datetime]:
-        completion, finished = await _timed(self._service.submit(request, self._method))
-        tokens = len(completion.token_ids)
-        self._report(Tally(rows=1, tokens=tokens, committed=tokens - 1, decode_calls=completion.stats.decode_calls))
-        return completion, finished
+    def _decode(self, request: Request, method: str) -> Awaitable[tuple[Completion, datetime]]:
+        """Queue a request now; the result is its completion and when it ended."""
+        ended: list[datetime] = []
+        future = self._service.submit(request, method)
+        future.add_done_callback(lambda _: ended.append(datetime.now(UTC)))  # on the engine's thread, at once
+
+        async def wait() -> tuple[Completion, datetime]:
+            completion = await asyncio.wrap_future(future)
+            return completion, ended[0]
+
+        return wait()
 
     def _request(self, row: dict[str, Any], seed: int) -> Request:
         sampling = self._plan.config.sampling
@@ -175,10 +185,6 @@ def _log_to_stderr() -> None:
         if not package.handlers:
             package.addHandler(logging.StreamHandler())
             package.propagate = False
-
-
-async def _timed(future: Future[Completion]) -> tuple[Completion, datetime]:
-    return await asyncio.wrap_future(future), datetime.now(UTC)
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:

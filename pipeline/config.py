@@ -75,7 +75,7 @@ class InputConfig(Section):
 class OutputConfig(Section):
     """Where the run's folder is (`data/`, `run.json`, `report.json`, `report.html`)."""
 
-    path: str
+    path: str = Field(min_length=1)
     rows_per_file: int = Field(512, ge=1)
     resume: bool = True
     overwrite: bool = False

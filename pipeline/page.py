@@ -42,7 +42,7 @@ def _result_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _comparison_lines(comparison: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if not comparison["rows"]:
-        yield "compared rows", "none (compare.fraction sets the share)"
+        yield "compared rows", "none"
         return
     esp, ar, match = comparison["esp"], comparison["ar"], comparison["exact_match"]
     divergence = comparison["first_divergence"]["min"]
@@ -82,10 +82,14 @@ def _time_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield (
             "throughput",
             f"{_fixed(time['steady_output_tokens_per_s'], 1)} output tokens/s steady, {len(time['workers'])} worker(s) "
-            f"busy {_percent(time['busy_share'])}",
+            f"busy {_percent(time['busy_share'])}" + (", comparison included" if summary["rows"]["compared"] else ""),
         )
     if cost["allocated_usd"] is not None:
-        yield "cost, all", f"{_usd(cost['allocated_usd'])}, {_usd(cost['usd_per_1m_tokens'])} per 1M tokens (allocated)"
+        each = _usd(cost["usd_per_1m_tokens"])
+        yield (
+            "cost, all",
+            f"{_usd(cost['allocated_usd'])}, {each} per 1M tokens (allocated: load and comparison included)",
+        )
 
 
 # Formats, shared by the text and the page

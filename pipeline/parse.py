@@ -7,8 +7,10 @@ it an error row that says where it stands and what was expected. Where rows come
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
+from decimal import Decimal
 from typing import Any, Literal, TypeVar
 
 import xxhash
@@ -17,17 +19,23 @@ from pipeline.config import InputConfig
 from pipeline.errors import RowError, RowErrorType
 
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "object"}
+_SHOWN_COLUMNS = 8  # of a row that lacks a column, in its error
+_SHOWN_CHARS = 120
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row before parsing: its columns, or why they cannot be read. `line`: a JSONL line's bytes."""
+    """A row before parsing: its columns, or why they cannot be read. `line`: a JSONL line's bytes.
+
+    `columns`: the names of all that the row has, where `values` holds a selection.
+    """
 
     index: int
     values: Mapping[str, Any]
     error: RowError | None = None
     line: bytes = field(default=b"", repr=False)
+    columns: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,11 @@ class ParsedRow:
 
 
 def row_key(name: str, row_id: str, content: bytes) -> int:
-    """A row's key for resuming and seeding: xxh3_64 of file name, id and content.
+    """A row's key for resuming and seeding: xxh3_64 of file name (SourceFile.name), id and content.
 
-    It does not depend on other rows or files, and changes with the row's own content. Two of n rows share a key with
-    probability n^2 / 2^65: 2.7e-8 at a million rows, 2.7e-4 at a hundred million.
+    It changes with the row's own content and depends on no other row and on no other file: a file's name follows from
+    its path and from input.path alone. Two of n rows share a key with probability n^2 / 2^65: 2.7e-8 at a million
+    rows, 2.7e-4 at a hundred million.
     """
     # JSON text holds no raw newline, so the first one separates the parts unambiguously.
     identity = json.dumps([name, row_id], separators=(",", ":")).encode()
@@ -76,11 +85,11 @@ class RowParser:
         except RecursionError:  # Python's JSON reader and writer give up at slightly different depths
             return self._parse(RawRow(raw.index, {}, too_deep(), raw.line), name, unit)
 
-    def read_id(self, values: Mapping[str, Any]) -> str:
+    def read_id(self, raw: RawRow) -> str:
         """The row's id in id_column. Raises RowError."""
         column = self.config.id_column
         assert column
-        value = _required(values, column, "input.id_column")
+        value = _required(raw, column, "input.id_column")
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if not isinstance(value, str) or not value:
@@ -91,8 +100,8 @@ class RowParser:
         problems = [raw.error] if raw.error else []
         content = raw.line if raw.error and raw.line else self._content(raw.values)
         default_id = f"{name}:{raw.index + 1}" if name else xxhash.xxh3_128_hexdigest(content)
-        row_id = self.config.id_column and attempt(problems, self.read_id, raw.values)
-        text = attempt(problems, self._read_text, raw.values)
+        row_id = self.config.id_column and attempt(problems, self.read_id, raw)
+        text = attempt(problems, self._read_text, raw)
         kept = {
             column: attempt(problems, _keep, column, kind, raw.values)
             for column, kind in self.config.keep_columns.items()
@@ -114,10 +123,10 @@ class RowParser:
         content = {column: values.get(column) for column in self._content_columns}
         return json.dumps(content, sort_keys=True, separators=(",", ":"), default=repr).encode()
 
-    def _read_text(self, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    def _read_text(self, raw: RawRow) -> str | list[dict[str, Any]]:
         if self.config.messages_column:
-            return _read_messages(self.config.messages_column, values)
-        return _read_prompt(self.config.text_column, values)
+            return _read_messages(self.config.messages_column, raw)
+        return _read_prompt(self.config.text_column, raw)
 
 
 def attempt(problems: list[RowError], read: Callable[..., _T], *arguments: Any) -> _T | None:
@@ -129,8 +138,8 @@ def attempt(problems: list[RowError], read: Callable[..., _T], *arguments: Any) 
         return None
 
 
-def _read_prompt(column: str, values: Mapping[str, Any]) -> str:
-    value = _required(values, column, "input.prompt_column")
+def _read_prompt(column: str, raw: RawRow) -> str:
+    value = _required(raw, column, "input.prompt_column")
     if not isinstance(value, str):
         hint = "; for chat messages set input.messages_column" if isinstance(value, list) else ""
         raise _wrong_type(column, "a string", value, hint)
@@ -139,8 +148,8 @@ def _read_prompt(column: str, values: Mapping[str, Any]) -> str:
     return _valid_text(column, value)
 
 
-def _read_messages(column: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    value = _required(values, column, "input.messages_column")
+def _read_messages(column: str, raw: RawRow) -> list[dict[str, Any]]:
+    value = _required(raw, column, "input.messages_column")
     if not isinstance(value, list):
         raise _wrong_type(column, "a list of messages", value)
     messages = [_read_message(f"{column}[{i}]", message) for i, message in enumerate(value)]
@@ -183,7 +192,7 @@ def _keep(column: str, kind: str, values: Mapping[str, Any]) -> str | int | floa
     if value is None:
         return None
     if kind == "string":
-        return _valid_text(column, value if isinstance(value, str) else _json_text(column, value))
+        return _valid_text(column, _text(column, value))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool" and isinstance(value, bool):
         return value
@@ -197,19 +206,45 @@ def _keep(column: str, kind: str, values: Mapping[str, Any]) -> str | int | floa
     raise _wrong_type(column, kind, value, f"; change its type in input.keep_columns ({column}: string takes any)")
 
 
-def _json_text(column: str, value: Any) -> str:
+def _text(column: str, value: Any) -> str:
+    """Text as it is, dates and decimals as their usual text, all else as JSON; there a NaN is NaN."""
+    if isinstance(value, str):
+        return value
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if isinstance(value, date | time | Decimal):
+            return _plain_text(value)
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain_text)
     except (TypeError, ValueError) as error:
-        raise _wrong_type(column, "a string or a JSON value", value) from error
+        raise _wrong_type(column, "a string, a date, a decimal or a JSON value", value) from error
 
 
-def _required(values: Mapping[str, Any], column: str, setting: str) -> Any:
-    value = values.get(column)
-    if value is None:
-        state = "null" if column in values else "missing"
-        raise RowError(RowErrorType.MISSING_FIELD, f"column {column!r} is {state}; {setting} names the column to read")
-    return value
+def _plain_text(value: Any) -> str:
+    """Of values that Parquet has and JSON lacks. Raises TypeError for others, such as bytes."""
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"{type_name(value)} has no text")
+
+
+def _required(raw: RawRow, column: str, setting: str) -> Any:
+    value = raw.values.get(column)
+    if value is not None:
+        return value
+    if column in raw.values:
+        reason = f"column {column!r} is null; {setting} names the column to read"
+    else:
+        present = raw.values if raw.columns is None else raw.columns
+        reason = f"no column {column!r} ({setting}); the row has {_listed(present)}"
+    raise RowError(RowErrorType.MISSING_FIELD, reason)
+
+
+def _listed(columns: Iterable[str]) -> str:
+    names = sorted(name if name.isprintable() else ascii(name) for name in columns)
+    text = ", ".join(names[:_SHOWN_COLUMNS])
+    if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARS:
+        text = f"{text[:_SHOWN_CHARS]}, ..."
+    return text or "no columns"
 
 
 def _valid_text(column: str, text: str) -> str:

@@ -17,6 +17,7 @@ from esp_worker.model import read_config
 from pipeline.config import JobConfig
 from pipeline.errors import ConfigError
 from pipeline.prepare import Preparer, load_tokenizer
+from pipeline.source import canonical_paths
 
 # Logical CPUs that must stay free for reading and writing while every actor holds its own.
 SPARE_CPUS = 1.0
@@ -62,7 +63,8 @@ class Plan:
             "dtype": self.dtype,
             "max_length": self.max_length,
             "sampling": config.sampling.model_dump() | {"eos_token_ids": sorted(self.eos_token_ids)},
-            "input": config.input.model_dump(exclude={"limit"}),
+            # Where the files are, however it is written; credentials never reach a path (storage refuses them).
+            "input": config.input.model_dump(exclude={"limit", "path"}) | {"path": canonical_paths(config.input)},
         }
         if self.dtype in ("bfloat16", "float16"):
             parts |= {"decoder": config.decoder.model_dump(), "slots": config.engine.slots, "device": self.device}

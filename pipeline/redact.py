@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
+from urllib.parse import unquote
+
+from pipeline.config import ColumnType
 
 REMOVED = "(removed)"
 
@@ -14,6 +17,8 @@ _SECRET_WORDS = {
     *("authorization", "bearer", "cookie", "signature", "sig", "token", "authtoken", "accesstoken"),
 }
 _SECRET_KEY = re.compile(r"(^|_)((api|access|private|secret|account|sas|ssh|encryption)_?)?key(_id)?$")
+_SIGNING_KEYS = ("x-amz-", "x-goog-")  # query keys of presigned URLs
+_COLUMN_TYPES = get_args(ColumnType)
 _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 # scheme://[userinfo@]rest[?query or #fragment]; a password may hold a raw "/" (AWS secrets do), a port may not be one.
 _URI = re.compile(
@@ -25,7 +30,8 @@ _URI = re.compile(
 
 def scrub(value: Any) -> Any:
     """`value` as plain JSON types, without credentials: values under credential-like keys are blanked, URIs lose their
-    userinfo and query string. Numbers that JSON lacks (NaN, infinities) become None."""
+    userinfo and query strings that hold a credential. A column type's name is none (`keep_columns: {token: string}`).
+    Numbers that JSON lacks (NaN, infinities) become None."""
     if isinstance(value, Mapping):
         return {str(key): _scrub_item(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -36,7 +42,7 @@ def scrub(value: Any) -> Any:
 
 
 def _scrub_item(key: str, value: Any) -> Any:
-    return REMOVED if value not in (None, "") and _is_secret(key) else scrub(value)
+    return REMOVED if value not in (None, "", *_COLUMN_TYPES) and _is_secret(key) else scrub(value)
 
 
 def _is_secret(key: str) -> bool:
@@ -49,11 +55,17 @@ def _is_secret(key: str) -> bool:
 
 
 def scrub_text(text: str) -> str:
-    """`text` with the userinfo and query string of every URI in it removed."""
+    """`text` without the userinfo of the URIs in it, and without query strings and fragments that hold a credential."""
     return _URI.sub(_clean_uri, text)
 
 
 def _clean_uri(match: re.Match[str]) -> str:
     query = match["query"] or ""
-    is_glob = query.startswith("?") and "=" not in query and not match["scheme"].lower().startswith("http")
-    return f"{match['scheme']}://{match['rest']}{query if is_glob else ''}"  # s3://bucket/part-?.jsonl keeps its ?
+    return f"{match['scheme']}://{match['rest']}{'' if _holds_secret(query) else query}"
+
+
+def _holds_secret(query: str) -> bool:
+    """Whether a key, also of a URI inside, is like a credential's or a signature's, or a URI inside has userinfo."""
+    plain = unquote(query)
+    keys = [part.partition("=")[0] for part in re.split("[?#&;]", plain) if "=" in part]
+    return any(_is_secret(key) or key.lower().startswith(_SIGNING_KEYS) for key in keys) or scrub_text(plain) != plain

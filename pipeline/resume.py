@@ -7,18 +7,21 @@ keys are in the shards are not decoded again. Another one is refused, with the d
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import OutputConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import difference
 from pipeline.sink import DATA_FOLDER, RUN_FILE, shards
-from pipeline.storage import open_place
+from pipeline.storage import Place, open_place
 
 REPORT_FILES = ("report.json", "report.html")
 
@@ -52,9 +55,17 @@ class RunFolder:
 
     def check(self, output: OutputConfig, fingerprint: Mapping[str, Any]) -> None:
         """Raise ConfigError unless this folder may be written to under `fingerprint`."""
+        check_writable(self.place)
+        run, written = self.read_run(), bool(shards(self.data))
+        if run is None:
+            foreign = [name for name in REPORT_FILES if self.place.child(name).exists()]
+            if foreign:
+                raise ConfigError(
+                    f"output.path: {self.place.uri} holds {foreign[0]} and no {RUN_FILE}: it is not this project's and "
+                    "would be replaced; choose another folder"
+                )
         if output.overwrite:
             return
-        run, written = self.read_run(), bool(shards(self.data))
         if run is None:
             if written:
                 raise ConfigError(
@@ -82,8 +93,8 @@ class RunFolder:
         return claimed
 
     def clear(self) -> None:
-        """Delete what this project wrote here, and nothing else."""
-        for file in [*shards(self.data), *map(self.place.child, (*REPORT_FILES, RUN_FILE))]:
+        """Delete the shards and reports, after a claim (an earlier start's writers are locked out by then)."""
+        for file in [*shards(self.data), *map(self.place.child, REPORT_FILES)]:
             if file.exists():
                 file.delete()
 
@@ -94,3 +105,21 @@ class RunFolder:
             with shard.open_input() as stream:
                 columns.append(pq.read_table(stream, columns=["row_key"])["row_key"].to_numpy())
         return np.unique(np.concatenate(columns)) if columns else np.empty(0, np.uint64)
+
+
+def check_writable(place: Place) -> None:
+    """Raise ConfigError when a folder cannot be made or written at `place`; creates nothing."""
+    try:
+        place.list_files()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"output.path: {place.uri} cannot be used as a folder: {error}") from error
+    if not place.is_local:
+        return
+    folder = Path(place.path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output.path: {place.uri}: {folder} is not a folder that can be written to")
+    data = Path(place.path, DATA_FOLDER)
+    if data.exists() and not data.is_dir():
+        raise ConfigError(f"output.path: {data} is in the way: a folder of that name is needed")

@@ -6,6 +6,7 @@ Steps are separate so that a dry run is the same code without the last ones.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from pipeline.report import REPORT_COLUMNS, build_report, summarize
 from pipeline.resume import RunFolder
 from pipeline.scan import Scan, count_owed, merge_scans, scan_file
 from pipeline.schema import output_schema
-from pipeline.sink import read_columns, remove_doubles, shards, write_shard
+from pipeline.sink import LostFolderError, read_attempt, read_columns, remove_doubles, shards, write_shard
 from pipeline.source import list_source
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Work:
 
 def check_job(config: JobConfig) -> Job:
     """Settle the plan, count the input and look at the output place. Raises ConfigError. Needs a running Ray."""
-    files = list_source(config.input)
+    files = list_source(config.input, exclude=config.output.path)
     plan = make_plan(config, cluster_nodes())
     folder = RunFolder(config.output.path)
     folder.check(config.output, plan.fingerprint())
@@ -96,8 +97,6 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
     Raises RunError when rows are missing at the end, or when another start of the run has taken the folder.
     """
     began = time.time()
-    if job.config.output.overwrite:
-        job.folder.clear()
     run = job.folder.claim(
         {
             "status": "running",
@@ -107,16 +106,32 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
             "started_at": began,
         }
     )
+    if job.config.output.overwrite:
+        job.folder.clear()
     work = count_work(job)  # after the claim: from here on nobody else adds rows
     if not job.scan.total:
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
-    written = _decode_owed(job, work, run["attempt"], console) if work.owed else 0
-    table = _settle(job, work, written)
+    already_done = job.scan.total - work.owed
+    stale = len(work.done) - already_done
+    if stale:
+        logger.warning(
+            "%d rows in %s are not of this input (edited, removed or beyond input.limit); they stay",
+            stale,
+            job.folder.place.uri,
+        )
+    try:
+        written = _decode_owed(job, work, run["attempt"], console) if work.owed else 0
+        table = _settle(job, work, written)
+    except RunError:
+        if read_attempt(job.folder.place) == run["attempt"]:
+            job.folder.write_run(run | {"status": "broken"})
+        raise
     failed = table.num_rows - table["error_type"].null_count
     run["counts"] = {
         "input_rows": job.scan.total,
-        "already_done": job.scan.total - work.owed,
+        "already_done": already_done,
         "rows": table.num_rows,
+        "not_in_input": stale,
         "failed": failed,
         "shards": len(shards(job.folder.data)),
     }
@@ -139,15 +154,17 @@ def _decode_owed(job: Job, work: Work, attempt: str, console: Console) -> int:
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
         except ray.exceptions.RayError as error:
-            raise RunError(f"the job broke off: {_root_cause(error)}; the same command continues it") from error
+            raise RunError(_why(error)) from error
     return written
 
 
-def _root_cause(error: BaseException) -> str:
-    """The innermost exception of a Ray failure, as one line."""
-    while (cause := getattr(error, "cause", None) or error.__cause__) is not None:
-        error = cause
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+def _why(error: Exception) -> str:
+    """One line for a job that Ray ended: the first exception of the remote traceback, and what to do."""
+    raised = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Interrupt)): (.+)$", str(error), flags=re.MULTILINE)
+    kind, message = raised[0] if raised else (type(error).__name__, str(error).strip().partition("\n")[0])
+    if kind == LostFolderError.__name__:
+        return message
+    return f"the job broke off: {kind}: {message}; when that is mended, the same command continues it"
 
 
 def _settle(job: Job, work: Work, written: int) -> pa.Table:
@@ -159,7 +176,7 @@ def _settle(job: Job, work: Work, written: int) -> pa.Table:
     if len(np.unique(table["row_key"].to_numpy())) < table.num_rows:
         logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(job.folder.data))
         table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    missing = work.owed - written
+    missing = max(work.owed - written, 0)  # more than owed: the input grew meanwhile
     if missing and _breaks_off(job.scan, table):
         logger.warning("%d rows of a Parquet file could not be read; see its error row", missing)
     elif missing:

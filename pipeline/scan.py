@@ -110,7 +110,7 @@ def _scan_ids(file: SourceFile, config: InputConfig) -> FileScan:
     hashes, indices = array("Q"), array("q")
     for raw in itertools.islice(raw_rows(file, [config.id_column]), config.limit):
         problems = [raw.error] if raw.error else []
-        row_id = None if problems else attempt(problems, parser.read_id, raw.values)
+        row_id = None if problems else attempt(problems, parser.read_id, raw)
         digest = 0 if row_id is None else xxhash.xxh3_128_intdigest(row_id.encode())
         hashes.extend((digest >> 64, digest & (2**64 - 1)))
         indices.append(raw.index)

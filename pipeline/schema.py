@@ -20,7 +20,9 @@ KEEP_TYPES: dict[str, pa.DataType] = {
 IDENTITY_FIELDS = [
     pa.field("row_id", pa.string(), nullable=False),  # the input's id, else "<file>:<line>"
     pa.field("row_key", pa.uint64(), nullable=False),  # hash of (file identity, id, content); see parse.row_key
-    pa.field("source_file", pa.string(), nullable=False),  # path relative to input.path's root
+    pa.field(
+        "source_file", pa.string(), nullable=False
+    ),  # relative to input.path (the whole path where there are several)
     pa.field("row_index", pa.int64(), nullable=False),  # 0-based position in source_file (JSONL: line - 1)
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -20,8 +21,7 @@ from pipeline.storage import Place, open_place
 
 DATA_FOLDER = "data"
 RUN_FILE = "run.json"
-SHARD_PREFIX = "part-"
-SHARD_SUFFIX = ".parquet"
+_SHARD_NAME = re.compile(r"part-[0-9a-f]{32}\.parquet")
 
 WRITTEN_SCHEMA = pa.schema([("shard", pa.string()), ("rows", pa.int64()), ("failed", pa.int64())])
 
@@ -30,7 +30,7 @@ def shard_name(table: pa.Table) -> str:
     """part-<128-bit digest of the sorted (row_key, sample_index) pairs>.parquet"""
     keys = sorted(zip(table["row_key"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
     digest = xxhash.xxh3_128(b"".join(key.to_bytes(8, "big") + sample.to_bytes(4, "big") for key, sample in keys))
-    return f"{SHARD_PREFIX}{digest.hexdigest()}{SHARD_SUFFIX}"
+    return f"part-{digest.hexdigest()}.parquet"
 
 
 def write_shard(data: Place, table: pa.Table) -> str:
@@ -89,10 +89,8 @@ def remove_doubles(data: Place) -> int:
 
 
 def shards(data: Place) -> list[Place]:
-    """The shards of an output folder."""
-    return [
-        file for file in data.list_files() if file.name.startswith(SHARD_PREFIX) and file.name.endswith(SHARD_SUFFIX)
-    ]
+    """The shards of an output folder, by their names: nothing else in it is this project's."""
+    return [file for file in data.list_files() if _SHARD_NAME.fullmatch(file.name)]
 
 
 def read_columns(data: Place, columns: list[str], schema: pa.Schema) -> pa.Table:

@@ -7,7 +7,6 @@ What a row means is `parse`'s business; counting rows and finding duplicate ids 
 from __future__ import annotations
 
 import codecs
-import collections
 import gzip
 import itertools
 import json
@@ -41,7 +40,11 @@ _CORRUPT = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `name` is its identity: the path relative to the input's root, unique within the job."""
+    """One input file. `name` is its identity, which no other file has and which no other file changes.
+
+    With one entry in input.path it is the path relative to that entry: to the folder, to the glob's fixed prefix, or
+    the single file's base name. With several entries it is the absolute path, or bucket/key.
+    """
 
     uri: str
     name: str
@@ -53,25 +56,40 @@ class SourceFile:
 # ---------------------------------------------------------------------------------------------------------- listing
 
 
-def list_source(config: InputConfig) -> list[SourceFile]:
+def list_source(config: InputConfig, exclude: str | None = None) -> list[SourceFile]:
     """The input's files: entries of input.path in order, each one's files sorted; a file named twice is read once.
+
+    `exclude`: the output place; what is there or below is no input, so a job may write to a subfolder of its input.
 
     Raises ConfigError: a path matches nothing, cannot be read, or holds a file of unknown format.
     """
-    found: dict[str, tuple[Place, int]] = {}  # uri -> file, number of trailing URI parts that name it
+    excluded = open_place(exclude).uri if exclude else None
+    found: dict[str, SourceFile] = {}  # by URI
     for path in config.path:
         root, places = _expand(path)
         if not places:
             raise ConfigError(f"input.path: nothing matches {path}")
-        for place in places:
+        wanted = [place for place in places if excluded is None or not _is_within(place, excluded)]
+        if not wanted:
+            raise ConfigError(f"input.path: nothing matches {path} outside the job's own output at {exclude}")
+        for place in wanted:
             if place.uri in found:
                 logger.warning("input.path: %s is listed twice; it is read once", place.uri)
-            found.setdefault(place.uri, (place, len(_parts(place)) - len(_parts(root))))
-    files = [_source_file(place, name, config) for place, name in _unique_names(list(found.values()))]
-    for file in files:
+                continue
+            name = place.path if len(config.path) > 1 else place.path.removeprefix(root.path).lstrip("/")
+            found[place.uri] = _source_file(place, name, config)
+    for file in found.values():
         if file.size == 0:
             logger.warning("input.path: %s is empty and gives no rows", file.uri)
-    return files
+    return list(found.values())
+
+
+def canonical_paths(config: InputConfig) -> list[str]:
+    """input.path's entries as absolute URIs, the same from every working directory and in every spelling; globs stay.
+
+    Raises ConfigError for what is neither a local path nor s3://bucket/key.
+    """
+    return [open_place(path).uri for path in config.path]
 
 
 def _expand(path: str) -> tuple[Place, list[Place]]:
@@ -81,19 +99,8 @@ def _expand(path: str) -> tuple[Place, list[Place]]:
         raise ConfigError(f"input.path: cannot read {path}: {error}") from error
 
 
-def _parts(place: Place) -> list[str]:
-    return place.uri.rstrip("/").split("/")
-
-
-def _unique_names(found: Sequence[tuple[Place, int]]) -> list[tuple[Place, str]]:
-    """Names relative to the roots; those that coincide get parent folders in front until they differ."""
-    depths = [depth for _, depth in found]
-    while True:
-        names = ["/".join(_parts(place)[-depth:]) for (place, _), depth in zip(found, depths, strict=True)]
-        uses = collections.Counter(names)
-        if len(uses) == len(names):
-            return [(place, name) for (place, _), name in zip(found, names, strict=True)]
-        depths = [depth + (uses[name] > 1) for name, depth in zip(names, depths, strict=True)]
+def _is_within(place: Place, uri: str) -> bool:
+    return place.uri == uri or place.uri.startswith(uri.rstrip("/") + "/")
 
 
 def _source_file(place: Place, name: str, config: InputConfig) -> SourceFile:
@@ -152,13 +159,14 @@ def count_rows(file: SourceFile, limit: int | None) -> int:
 
 def table_rows(table: pa.Table | pa.RecordBatch, columns: Iterable[str]) -> Iterator[RawRow]:
     """Rows of an Arrow table as plain values, `columns` only; absent ones are left out. Indices count from 0."""
-    table = table.select([column for column in columns if column in table.schema.names])
+    names = table.schema.names
+    table = table.select([column for column in columns if column in names])
     try:
         for index, values in enumerate(table.to_pylist()):
-            yield RawRow(index, values)
+            yield RawRow(index, values, columns=names)
     except (ValueError, OverflowError):  # invalid UTF-8, dates that Python lacks: find the rows
         for index in range(table.num_rows):
-            yield _raw_row(table, index)
+            yield replace(_raw_row(table, index), columns=names)
 
 
 def _raw_row(table: pa.Table | pa.RecordBatch, index: int) -> RawRow:
@@ -196,6 +204,9 @@ def _jsonl_rows(file: SourceFile) -> Iterator[RawRow]:
 
 
 def _decode_line(line: bytes) -> dict[str, Any]:
+    if line.lstrip().startswith(b"["):
+        hint = "a JSON array; expected one JSON object a line (jq -c '.[]' FILE makes such lines)"
+        raise RowError(RowErrorType.MALFORMED, hint)
     try:
         text = line.decode()
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -280,21 +291,18 @@ def _parquet_rows(file: SourceFile, columns: Sequence[str]) -> Iterator[RawRow]:
     index = 0
     with open_place(file.uri).open_input() as stream:
         try:
-            for batch in _parquet_batches(stream, columns):
+            # pre_buffer would load whole row groups.
+            parquet = pq.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK_BYTES)
+            names = parquet.schema_arrow.names
+            present = [column for column in columns if column in names]
+            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=present, use_threads=False):
                 for raw in table_rows(batch, columns):
-                    yield replace(raw, index=index)
+                    yield replace(raw, index=index, columns=names)
                     index += 1
         except StorageError:
             raise
         except (pa.ArrowException, OSError) as error:
             yield RawRow(index, {}, _corrupt_file(error))
-
-
-def _parquet_batches(stream: BinaryIO, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    # pre_buffer would load whole row groups.
-    parquet = pq.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK_BYTES)
-    present = [column for column in columns if column in parquet.schema_arrow.names]
-    return parquet.iter_batches(batch_size=BATCH_ROWS, columns=present, use_threads=False)
 
 
 def _parquet_count(file: SourceFile) -> int:

@@ -121,14 +121,27 @@ class Place:
 
 
 def open_place(uri: str) -> Place:
-    """The place of a local path or an s3://bucket/key URI. Touches no storage. Raises ConfigError for other URIs."""
+    """The place of a local path or an s3://bucket/key URI. Opens no file or connection.
+
+    However a local path is spelled (relative, `~/`, `.`, `..`), the place's URI is the same absolute path. Raises
+    ConfigError for other URIs, without showing them where they may hold a credential.
+    """
     if uri.startswith(S3):
         return _open_s3(uri)
     scheme, separator, _ = uri.partition("://")
     if separator:
         raise ConfigError(f"{scheme}://...: unknown kind of place; use a local path or s3://bucket/key")
-    path = str((Path(uri).expanduser() if uri.startswith("~/") else Path(uri)).absolute())
+    path = _absolute(uri)
     return Place(_local_fs(), path, path)
+
+
+def _absolute(path: str) -> str:
+    expanded = Path(path).expanduser() if path == "~" or path.startswith("~/") else Path(path)
+    absolute = expanded.absolute()
+    normal = os.path.normpath("/" + str(absolute).lstrip("/"))
+    if ".." not in absolute.parts or os.path.realpath(normal) == os.path.realpath(absolute):
+        return normal
+    return os.path.realpath(absolute)  # ".." after a link means the parent of the link's target
 
 
 def expand(uri: str) -> list[Place]:
@@ -199,7 +212,8 @@ def _visible_files(root: Place) -> list[Place]:
 def _open_s3(uri: str) -> Place:
     path = "/".join(part for part in uri.removeprefix(S3).split("/") if part)
     bucket = path.partition("/")[0]
-    if "@" in bucket:
+    before_at, at, _ = path.partition("@")
+    if "@" in bucket or (at and ":" in before_at):  # a secret may hold "/", and a key may hold "@"
         raise ConfigError(
             "s3://...@...: a URI must not hold credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or use the AWS SDK's profile or role"

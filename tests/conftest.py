@@ -8,6 +8,8 @@ import os
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
+# Before torch is: on a busy machine OpenMP's threads would spin through their whole time slice at every barrier.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,9 @@ from esp_worker.model import CausalModel, load_model
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_threads() -> None:
-    torch.set_num_threads(2)
+def one_thread() -> None:
+    """Tiny models gain nothing from more, and lose much where other work shares the cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
+import torch
 from common import ROOT, SMOLLM2
 
 from esp_worker import reference
@@ -17,6 +19,13 @@ from esp_worker.types import Request, SamplingParams
 from pipeline.prepare import load_tokenizer
 
 TOKENS = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,7 +63,8 @@ def test_three_bad_lines_among_forty(command: Command, tiny_fp64: CausalModel, t
     assert report["comparison"]["exact_match"] == {"count": 37, "of": 37, "rate": 1.0}
     run = result.json("run.json")
     assert run["status"] == "finished"
-    assert run["counts"] == {"input_rows": 40, "already_done": 0, "rows": 40, "failed": 3, "shards": 4}
+    counts = {"input_rows": 40, "already_done": 0, "rows": 40, "not_in_input": 0, "failed": 3, "shards": 4}
+    assert run["counts"] == counts
     assert run["config"]["engine"]["max_length"] == 160
     assert "37/37" in result.out
     assert str(result.folder / "report.html") in result.out
@@ -242,3 +244,26 @@ def test_report_is_plain_json(command: Command) -> None:
     assert report["method"]["tau"] == 1.0
     assert report["comparison"]["rows"] == 0  # plain decoding is not compared with itself
     assert report["cost"]["usd_per_1m_tokens"] > 0
+
+
+def test_the_output_place_is_no_input(command: Command) -> None:
+    """The output in a folder of the input: a second start must not read what the first one wrote."""
+    folder = command.work / "both"
+    write_jsonl(folder / "in.jsonl", prompts(4))
+    settings = {"input__path": str(folder), "output__path": str(folder / "out")}
+    assert command("--limit", "2", **settings).code == 0
+    result = command(**settings)
+    assert result.code == 0
+    assert [row["row_id"] for row in result.rows] == [row["id"] for row in prompts(4)]
+
+
+def test_an_engine_that_cannot_start_is_one_clear_line(command: Command, tiny_checkpoint: Path) -> None:
+    broken = command.work / "broken-model"
+    shutil.copytree(tiny_checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    write_jsonl(command.work / "in.jsonl", prompts(2))
+    result = command(model__path=str(broken))
+    assert result.code == 1
+    (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "safetensor" in line.lower()
+    assert result.json("run.json")["status"] == "broken"

@@ -48,6 +48,8 @@ def test_an_edited_prompt_is_a_new_row(command: Command) -> None:
     result = command()
     assert len([row for row in result.rows if row["row_id"] == "row-2"]) == 2
     assert len(result.rows) == 5
+    assert "1 rows in" in result.err
+    assert result.json("run.json")["counts"]["not_in_input"] == 1
 
 
 @pytest.mark.parametrize(

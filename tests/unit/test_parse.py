@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -43,7 +45,11 @@ def test_good_row() -> None:
 @pytest.mark.parametrize(
     ("values", "kind", "message"),
     [
-        ({}, "missing_field", "column 'prompt' is missing; input.prompt_column names"),
+        ({}, "missing_field", "no column 'prompt' (input.prompt_column); the row has no columns"),
+        ({"text": 1, "id": None}, "missing_field", "no column 'prompt' (input.prompt_column); the row has id, text"),
+        ({"a\n": 1, "\ud800": 2}, "missing_field", r"the row has '\ud800', 'a\n'"),
+        (dict.fromkeys("ihgfedcba"), "missing_field", "the row has a, b, c, d, e, f, g, h, ..."),
+        ({"x" * 1000: 1}, "missing_field", f"the row has {'x' * 120}, ..."),
         ({"prompt": None}, "missing_field", "column 'prompt' is null"),
         ({"prompt": 5}, "wrong_type", "column 'prompt' must be a string, found integer 5"),
         ({"prompt": True}, "wrong_type", "must be a string, found boolean True"),
@@ -66,6 +72,12 @@ def test_bad_prompt_names_its_place(values: Mapping[str, Any], kind: str, messag
 def test_row_of_a_parquet_file_is_called_a_row() -> None:
     row = RowParser(InputConfig(path=["unused"])).parse(RawRow(1, {"prompt": 5}), "a.parquet", "row")
     assert row.error == "a.parquet, row 2: column 'prompt' must be a string, found integer 5"
+
+
+def test_missing_column_lists_all_of_the_row_though_only_some_were_read() -> None:
+    parser = RowParser(InputConfig(path=["unused"], messages_column="chat"))
+    row = parser.parse(RawRow(2, {}, columns=["prompt", "id"]), "in.parquet")
+    assert row.error == "in.parquet, row 3: no column 'chat' (input.messages_column); the row has id, prompt"
 
 
 def test_messages() -> None:
@@ -116,7 +128,7 @@ def test_ids(value: Any, expected: str) -> None:
 @pytest.mark.parametrize(
     ("values", "kind", "message"),
     [
-        ({}, "missing_field", "column 'id' is missing; input.id_column names"),
+        ({}, "missing_field", "no column 'id' (input.id_column); the row has prompt"),
         ({"id": None}, "missing_field", "column 'id' is null"),
         ({"id": ""}, "wrong_type", "must be a non-empty string or an integer, found string ''"),
         ({"id": True}, "wrong_type", "found boolean True"),
@@ -140,6 +152,17 @@ def test_bad_ids_fall_back_to_the_line(values: Mapping[str, Any], kind: str, mes
         ("string", 1, "1"),
         ("string", False, "false"),
         ("string", None, None),
+        ("string", datetime(2024, 1, 31, 12, 30, tzinfo=UTC), "2024-01-31T12:30:00+00:00"),
+        ("string", date(2024, 1, 31), "2024-01-31"),
+        ("string", time(12, 30), "12:30:00"),
+        ("string", Decimal("1.50"), "1.50"),
+        ("string", float("nan"), "NaN"),
+        ("string", float("-inf"), "-Infinity"),
+        (
+            "string",
+            {"at": [date(2024, 1, 31), Decimal("1.50")], "x": float("inf")},
+            '{"at":["2024-01-31","1.50"],"x":Infinity}',
+        ),
         ("int64", 2**63 - 1, 2**63 - 1),
         ("int64", -(2**63), -(2**63)),
         ("int64", None, None),
@@ -171,6 +194,8 @@ def test_absent_kept_column_is_null() -> None:
         ("float64", 10**400, "wrong_type"),
         ("bool", 1, "wrong_type"),
         ("bool", "true", "wrong_type"),
+        ("string", b"x", "wrong_type"),
+        ("string", [b"x"], "wrong_type"),
         ("string", "\ud800", "invalid_text"),
         ("string", {"deep": ["\ud800"]}, "invalid_text"),
     ],

@@ -188,7 +188,7 @@ def test_plans_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resolved_has_nothing_open() -> None:
     resolved = plan_of(num_cpus=2, sampling={"seed": 5}).resolved()
     assert resolved["model"] | {"dtype": "float32", "device": "cpu", "identity": "folder:abc"} == resolved["model"]
-    assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "threads": 2}
+    assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "kernels": "auto", "threads": 2}
     assert resolved["cluster"] == {"actors": 1, "num_cpus": 2, "num_gpus": 0}
     assert (resolved["sampling"]["eos_token_ids"], resolved["sampling"]["seed"]) == ([7, 2], 5)
     assert resolved["decoder"]["block_complexity"] == 30
@@ -213,7 +213,9 @@ def test_fingerprint_is_of_what_changes_tokens_or_columns() -> None:
     assert changed(base, same) == [], "in 32 bits the method and the batch change no token"
     assert changed(base, plan_of(sampling={"seed": 1})) == ["sampling.seed: 0 -> 1"]
     assert changed(base, plan_of(input={"keep_columns": ["a"]})) == ["input.keep_columns.a: None -> 'string'"]
-    assert changed(base, plan_of(input={"path": ["b"]})) == ["input.path: ['in.jsonl'] -> ['b']"]
+    here = Path.cwd()
+    assert changed(base, plan_of(input={"path": ["./in.jsonl"]})) == [], "the same file, written otherwise"
+    assert changed(base, plan_of(input={"path": ["b"]})) == [f"input.path: ['{here}/in.jsonl'] -> ['{here}/b']"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,4 +1,4 @@
-"""What must not be written anywhere: values of credential keys, and the userinfo and query strings of URIs."""
+"""What must not be written anywhere: values of credential keys, and the userinfo and signed queries of URIs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,17 @@ def test_other_keys_are_kept(key: str) -> None:
         ("s3://AKIA:s3cr3t@bucket/in", "s3://bucket/in"),
         ("s3://AKIA:s3/cr3t+x@bucket/in", "s3://bucket/in"),
         ("https://user@host:9000/a@b/c?X-Amz-Signature=f00", "https://host:9000/a@b/c"),
-        ("https://host/x?bare", "https://host/x"),
+        ("https://host/x?bare", "https://host/x?bare"),
+        ("https://host/w?curid=12&page=3#part", "https://host/w?curid=12&page=3#part"),
+        ("https://host/w?curid=12&access_token=1", "https://host/w"),
+        ("https://host/w?a=1;sig=1", "https://host/w"),
+        ("https://host/w?X-Amz-Date=1", "https://host/w"),
+        ("https://host/w?X%2DAmz%2DCredential=1", "https://host/w"),
+        ("https://b.example/o?GoogleAccessId=a&Expires=1&Signature=f00", "https://b.example/o"),
+        ("https://u:p@host/w?curid=12", "https://host/w?curid=12"),
+        ("https://host/r?to=https://u:p@h/x", "https://host/r"),
+        ("https://host/r?to=https%3A%2F%2Fh%2Fx%3Fsig%3D1", "https://host/r"),
+        ("s3://bucket/in?versionId=7", "s3://bucket/in?versionId=7"),
         ("https://host/x#access_token=1", "https://host/x"),
         ("http://host:9000/x@v1", "http://host:9000/x@v1"),
         ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
@@ -43,7 +53,7 @@ def test_other_keys_are_kept(key: str) -> None:
         ("plain text, 3 < 4 @ home?", "plain text, 3 < 4 @ home?"),
     ],
 )
-def test_uris_lose_userinfo_and_query(text: str, expected: str) -> None:
+def test_uris_lose_userinfo_and_signed_queries(text: str, expected: str) -> None:
     assert scrub_text(text) == expected
 
 
@@ -68,6 +78,11 @@ def test_scrubbed_values_are_plain_json() -> None:
 
 def test_empty_credentials_show_that_there_are_none() -> None:
     assert scrub({"hf_token": None, "password": ""}) == {"hf_token": None, "password": ""}
+
+
+def test_column_types_are_no_credentials() -> None:
+    config = {"keep_columns": {"token": "string", "key": "int64", "auth": "float64", "password": "bool"}}
+    assert scrub(config) == config
 
 
 def test_whole_sections_under_a_credential_key_go() -> None:

@@ -113,13 +113,31 @@ def test_resume_false_refuses_data_alone(folder: RunFolder) -> None:
     assert "output.resume: true to continue it or output.overwrite: true" in message
 
 
-def test_overwrite_passes_whatever_is_there(folder: RunFolder) -> None:
+def test_overwrite_passes_over_any_run_of_this_project(folder: RunFolder) -> None:
     write_rows(folder, 1)
     folder.check(output(folder, overwrite=True), FINGERPRINT)
     folder.write_run({"fingerprint": {"model": "another"}})
     folder.check(output(folder, overwrite=True), FINGERPRINT)
-    folder.place.child(RUN_FILE).write_atomic(b"{")
-    folder.check(output(folder, overwrite=True), FINGERPRINT)
+
+
+def test_overwrite_does_not_pass_over_what_others_wrote(folder: RunFolder) -> None:
+    folder.place.child("report.html").write_atomic(b"mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"report\.html and no run\.json"):
+            folder.check(output(folder, overwrite=overwrite), FINGERPRINT)
+    folder.place.child(RUN_FILE).write_atomic(b"[]")
+    with pytest.raises(ConfigError, match="move it away"):
+        folder.check(output(folder, overwrite=True), FINGERPRINT)
+
+
+def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "data").write_text("x")
+    for place in ("file", "file/below", "out"):
+        folder = RunFolder(str(tmp_path / place))
+        with pytest.raises(ConfigError, match=r"^output\.path: "):
+            folder.check(output(folder), FINGERPRINT)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +171,17 @@ def test_clear_deletes_what_the_project_wrote_and_nothing_else(folder: RunFolder
     folder.write_report(b"{}", b"<html>")
     root, data = Path(folder.place.path), Path(folder.data.path)
     assert [(root / name).read_bytes() for name in REPORT_FILES] == [b"{}", b"<html>"]
-    foreign = [root / "notes.txt", data / "mine.parquet", data / "part-notes.txt", data / "part-sub" / "part-1.parquet"]
+    foreign = [
+        root / "notes.txt",
+        data / "mine.parquet",
+        data / "part-00000-x.parquet",
+        data / "part-sub" / "part-1.parquet",
+    ]
     for file in foreign:
         file.parent.mkdir(exist_ok=True)
         file.write_text("mine")
     folder.clear()
-    assert sorted(file for file in root.rglob("*") if file.is_file()) == sorted(foreign)
+    assert sorted(file for file in root.rglob("*") if file.is_file()) == sorted([*foreign, root / RUN_FILE])
 
 
 # ---------------------------------------------------------------------------------------------------- finished keys

@@ -252,9 +252,11 @@ def test_a_writer_of_an_older_attempt_is_refused(tmp_path: Path) -> None:
         write_batch(table_of(done_row(3)), folder.place.uri, first, KEEP)
     write_batch(table_of(done_row(3)), folder.place.uri, second, KEEP)
     assert keys_in(folder.data) == [1, 2, 3]
+    third = folder.claim({"fingerprint": {}})["attempt"]  # as overwrite does: claim first, then clear
     folder.clear()
     with pytest.raises(LostFolderError):
         write_batch(table_of(done_row(4)), folder.place.uri, second, KEEP)
+    assert (third, keys_in(folder.data)) == (folder.read_run()["attempt"], [])
 
 
 def test_doubles_are_taken_out_and_nothing_else(data: Place) -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import tracemalloc
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.parse import ParsedRow
 from pipeline.scan import scan
-from pipeline.source import list_source, read_rows
+from pipeline.source import canonical_paths, list_source, read_rows
 from pipeline.storage import StorageError
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -42,24 +43,55 @@ def test_names_are_relative_to_file_folder_or_glob(tmp_path: Path) -> None:
     make_files(tmp_path, "in/a.jsonl", "in/sub/b.ndjson", "in/sub/c.json.gz", "in/_SUCCESS", "in/.x.jsonl")
     assert names(tmp_path, "in") == ["a.jsonl", "sub/b.ndjson", "sub/c.json.gz"]
     assert names(tmp_path, "in/**/*.*") == ["a.jsonl", "sub/b.ndjson", "sub/c.json.gz"]
-    assert names(tmp_path, "in/sub/*.ndjson", "in/a.jsonl") == ["b.ndjson", "a.jsonl"], "in the order of input.path"
     assert names(tmp_path, "in/*/*.ndjson") == ["sub/b.ndjson"]
+    assert names(tmp_path, "in/sub/b.ndjson") == ["b.ndjson"]
 
 
-def test_equal_names_get_parent_folders_until_unique(tmp_path: Path) -> None:
-    make_files(tmp_path, "x/one/p.jsonl", "x/two/p.jsonl", "y/two/p.jsonl", "y/other.jsonl")
-    assert names(tmp_path, "x/one", "x/two") == ["one/p.jsonl", "two/p.jsonl"]
-    assert names(tmp_path, "x/one", "x/two", "y/two", "y/other.jsonl") == [
-        "one/p.jsonl",
-        "x/two/p.jsonl",
-        "y/two/p.jsonl",
-        "other.jsonl",
+def test_names_of_several_entries_are_absolute(tmp_path: Path) -> None:
+    make_files(tmp_path, "x/one/p.jsonl", "x/two/p.jsonl", "y/other.jsonl")
+    expected = [f"{tmp_path}/y/other.jsonl", f"{tmp_path}/x/one/p.jsonl", f"{tmp_path}/x/two/p.jsonl"]
+    assert names(tmp_path, "y/other.jsonl", "x/one", "x/two") == expected, "in the order of input.path"
+    assert names(tmp_path, "y/../y/other.jsonl", "x/./*", "absent/../x/two") == expected
+
+
+@pytest.mark.parametrize("paths", [["in"], ["in", "more.jsonl"]])
+def test_a_name_does_not_depend_on_other_files(tmp_path: Path, paths: list[str]) -> None:
+    make_files(tmp_path, "in/a/p.jsonl", "more.jsonl")
+    before = names(tmp_path, *paths)
+    make_files(tmp_path, "in/b/p.jsonl", "in/p.jsonl")
+    assert set(before) < set(names(tmp_path, *paths))
+
+
+def test_output_below_the_input_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_files(tmp_path, "in/a.jsonl", "in/out/data/x.jsonl", "in/out/run.txt", "in/outer/b.jsonl", "in/out.jsonl")
+    monkeypatch.chdir(tmp_path)
+    config = InputConfig(path=["in"])
+    for exclude in ("in/out", "./in/out/", f"{tmp_path}/in/../in/out"):
+        assert [file.name for file in list_source(config, exclude)] == ["a.jsonl", "out.jsonl", "outer/b.jsonl"]
+    assert len(list_source(config.model_copy(update={"format": "jsonl"}), "elsewhere")) == 5
+    assert [file.name for file in list_source(InputConfig(path=["in/out*"]), "in/out")] == [
+        "out.jsonl",
+        "outer/b.jsonl",
+    ]
+    for exclude in ("in", ".", "/"):
+        with pytest.raises(ConfigError, match=r"nothing matches in outside the job's own output at"):
+            list_source(config, exclude)
+
+
+def test_canonical_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    spellings = ["in/../a", f"{tmp_path}/a/", "~/a", "./x/**/*.jsonl", "s3://bucket/a/*.jsonl"]
+    assert canonical_paths(InputConfig(path=spellings)) == [
+        *[f"{tmp_path}/a"] * 3,
+        f"{tmp_path}/x/**/*.jsonl",
+        "s3://bucket/a/*.jsonl",
     ]
 
 
 def test_file_listed_twice_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_files(tmp_path, "in/a.jsonl", "in/b.jsonl")
-    assert names(tmp_path, "in", "in/a.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names(tmp_path, "in", "in/a.jsonl") == [f"{tmp_path}/in/a.jsonl", f"{tmp_path}/in/b.jsonl"]
     assert "listed twice" in caplog.text
 
 
@@ -124,6 +156,10 @@ def test_s3_end_to_end(tmp_path: Path, s3: Any) -> None:
     rows, _ = load(InputConfig(path=["s3://prompts/set"]))
     assert [row.row_id for row in rows] == ["a.jsonl.gz:1", "a.jsonl.gz:2", "b/c.parquet:1"]
     assert [row.messages_or_prompt for row in rows] == ["hello", "hello", "from parquet"]
+    rows, _ = load(InputConfig(path=["s3://prompts/set/b", "s3://prompts/set/*.gz"]))
+    assert [row.source_file for row in rows] == ["prompts/set/b/c.parquet", *["prompts/set/a.jsonl.gz"] * 2]
+    (file,) = list_source(InputConfig(path=["s3://prompts/set"]), exclude="s3://prompts/set/b/")
+    assert file.name == "a.jsonl.gz"
 
 
 # ---------------------------------------------------------------------------------------------------------- JSONL files
@@ -134,7 +170,9 @@ def test_s3_end_to_end(tmp_path: Path, s3: Any) -> None:
     [
         ('{"prompt": "a', "not valid JSON: Unterminated string"),
         ('{"prompt": "a",}', "not valid JSON"),
-        ("[1, 2]", "expected one JSON object a line, found list"),
+        ("[1, 2]", "a JSON array; expected one JSON object a line"),
+        ("  [", "a JSON array; expected one JSON object a line"),
+        ("5", "expected one JSON object a line, found integer"),
         ("null", "expected one JSON object a line, found null"),
         ('{"prompt": NaN}', "NaN is not a JSON value"),
         ('{"prompt": "a", "x": -Infinity}', "-Infinity is not a JSON value"),
@@ -167,6 +205,13 @@ def test_surrogates(tmp_path: Path) -> None:
     pair, lone = read_lines(tmp_path, r'{"prompt": "\ud83d\ude00"}', r'{"prompt": "a \ud800 b"}')
     assert pair.messages_or_prompt == "\U0001f600"
     assert lone.error_type == RowErrorType.INVALID_TEXT
+
+
+def test_file_that_is_one_json_array(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("\ufeff\n" + json.dumps([{"prompt": "a"}], indent=1))
+    first, *_ = load(InputConfig(path=[str(tmp_path)]))[0]
+    assert first.error is not None
+    assert first.error.startswith("p.json, line 2: a JSON array; expected one JSON object a line")
 
 
 def test_long_lines_are_not_dumped(tmp_path: Path) -> None:
@@ -293,6 +338,7 @@ def test_parquet_ids_by_row(tmp_path: Path) -> None:
 def test_parquet_without_the_column(tmp_path: Path) -> None:
     rows = read_parquet(tmp_path, {"text": ["a", "b"]})
     assert [row.error_type for row in rows] == ["missing_field"] * 2
+    assert rows[0].error == "p.parquet, row 1: no column 'prompt' (input.prompt_column); the row has text"
     rows = read_parquet(tmp_path, {"prompt": ["a", "b"]}, id_column="id")
     assert [(row.error_type, row.row_id) for row in rows] == [
         ("missing_field", "p.parquet:1"),
@@ -321,11 +367,24 @@ def test_parquet_messages(tmp_path: Path) -> None:
 
 
 def test_parquet_kept_values_that_json_lacks(tmp_path: Path) -> None:
-    column = pa.array([0], pa.timestamp("us"))
-    (row,) = read_parquet(tmp_path, {"prompt": ["x"], "t": column}, keep_columns=["t"])
+    columns = {
+        "time": pa.array([0], pa.timestamp("us", "UTC")),
+        "day": pa.array([0], pa.date32()),
+        "price": pa.array([Decimal("1.50")]),
+        "rate": [float("nan")],
+        "bytes": [b"x"],
+    }
+    (row,) = read_parquet(tmp_path, {"prompt": ["x"], **columns}, keep_columns=list(columns))
+    assert row.kept == {
+        "time": "1970-01-01T00:00:00+00:00",
+        "day": "1970-01-01",
+        "price": "1.50",
+        "rate": "NaN",
+        "bytes": None,
+    }
     assert row.error_type == "wrong_type"
-    (row,) = read_parquet(tmp_path, {"prompt": ["x"], "t": [float("nan")]}, keep_columns=["t"])
-    assert row.error_type == "wrong_type"
+    assert row.error is not None
+    assert "column 'bytes' must be a string, a date, a decimal or a JSON value, found bytes" in row.error
 
 
 def test_parquet_invalid_utf8_is_one_row(tmp_path: Path) -> None:

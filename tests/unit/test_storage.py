@@ -190,6 +190,9 @@ def test_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path: Path, monk
         ("gs://bucket/x", "gs://...: unknown kind of place"),
         ("s3://", "expected s3://bucket/key"),
         ("s3://id:password@bucket/x", "must not hold credentials"),
+        ("s3://id:pass/password@bucket/x", "must not hold credentials"),
+        ("s3://id:/password/@/bucket/x@y", "must not hold credentials"),
+        ("s3://password@bucket/x", "must not hold credentials"),
         ("s3://buck*/x", "bucket's name cannot hold wildcards"),
     ],
 )
@@ -197,6 +200,30 @@ def test_bad_uri(uri: str, message: str, aws: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")) as raised:
         storage._split_glob(open_place(uri))
     assert "password" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["a@b.jsonl", "a/b@c/d:e", "user@host:1/x"])
+def test_an_object_key_may_hold_an_at_sign(key: str, aws: pytest.MonkeyPatch) -> None:
+    assert open_place(f"s3://bucket/{key}").path == f"bucket/{key}"
+
+
+def test_every_spelling_of_a_local_path_is_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spelling in ("../in/x", "./../in//x/", "~/in/x", "~/a/../in/./x", f"/{tmp_path}/b/../in/x"):
+        assert open_place(spelling).uri == f"{tmp_path}/in/x"
+    assert open_place("~").uri == str(tmp_path)
+    assert open_place("..").uri == str(tmp_path)
+    assert open_place("..x/.y..").uri == f"{tmp_path}/a/..x/.y.."
+
+
+def test_parent_of_a_link_is_that_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "real" / "x").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "deep")
+    assert open_place(f"{tmp_path}/link/../x").read_bytes() == b"x"
+    assert open_place(f"{tmp_path}/link/y/../x").uri == f"{tmp_path}/link/x"
 
 
 @pytest.fixture
