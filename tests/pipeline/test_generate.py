@@ -124,8 +124,12 @@ def test_all_rows_bad_is_one_table_too(command: Command) -> None:
 
 
 def test_parquet_messages_kept_columns_and_two_actors(command: Command) -> None:
-    chats = [[{"role": "user", "content": f"Question {i}"}] for i in range(24)]
-    table = pa.table({"key": list(range(24)), "chat": chats, "score": [i / 2 for i in range(24)], "tag": ["t"] * 24})
+    # Enough work that the second actor has some left, also when it starts seconds after the first.
+    count = 48
+    chats = [[{"role": "user", "content": f"Question {i}"}] for i in range(count)]
+    table = pa.table(
+        {"key": list(range(count)), "chat": chats, "score": [i / 2 for i in range(count)], "tag": ["t"] * count}
+    )
     pq.write_table(table, command.work / "in.parquet", row_group_size=5)
     command.config["input"] = {
         "path": str(command.work / "*.parquet"),
@@ -133,11 +137,13 @@ def test_parquet_messages_kept_columns_and_two_actors(command: Command) -> None:
         "id_column": "key",
         "keep_columns": {"score": "float64", "tag": "string", "absent": "int64"},
     }
-    result = command(cluster__actors=2, engine__slots=2, output__rows_per_file=5, cluster__num_cpus=1)
+    result = command(
+        cluster__actors=2, engine__slots=2, output__rows_per_file=5, cluster__num_cpus=1, sampling__max_new_tokens=60
+    )
     assert result.code == 0
     rows = result.rows
-    assert [row["row_id"] for row in rows] == [str(i) for i in range(24)]
-    assert [row["score"] for row in rows] == [i / 2 for i in range(24)]
+    assert [row["row_id"] for row in rows] == [str(i) for i in range(count)]
+    assert [row["score"] for row in rows] == [i / 2 for i in range(count)]
     assert {row["absent"] for row in rows} == {None}
     assert len({row["worker"] for row in rows}) == 2  # neither idles
     assert all(row["output_tokens"] for row in rows)
