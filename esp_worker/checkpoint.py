@@ -152,7 +152,7 @@ def _convert_gguf(path: Path) -> Checkpoint:
         return checkpoint
     target.parent.mkdir(parents=True, exist_ok=True)
     # The lock saves the second process the work; the rename is what keeps a half-written folder from being seen.
-    with FileLock(target.with_suffix(".lock")):
+    with FileLock(target.with_name(f"{target.name}.lock")):
         if not target.exists():
             logger.info("converting %s to safetensors, once, in %s", path.name, target)
             scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
@@ -194,7 +194,7 @@ def progress_bars_on_terminals_only() -> Iterator[None]:
         with redirect_stderr(held):
             yield
     finally:
-        lines = [line for line in held.getvalue().splitlines() if "it/s]" not in line and "\r" not in line]
+        lines = [line for line in held.getvalue().splitlines() if not line.endswith(("it/s]", "s/it]"))]
         sys.stderr.write("".join(f"{line}\n" for line in lines if line.strip()))
 
 

@@ -178,10 +178,11 @@ class Engine:
             sequence = self._running[slot]
             if sequence.finish is None:
                 continue
-            last = self._running.pop()
-            if last is not sequence:
-                self._cache.move(len(self._running), slot, last.length)
-                self._running[slot] = last
+            last = len(self._running) - 1
+            if slot != last:
+                self._cache.move(last, slot, self._running[last].length)
+                self._running[slot] = self._running[last]
+            self._running.pop()
             self._alone = max(self._alone - 1, 0)
             latency = now - sequence.started
             name = sequence.request.request_id

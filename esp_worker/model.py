@@ -55,11 +55,17 @@ def load_model(
     config = read_config(folder, trust_remote_code)
     where = resolve_device(device)
     with progress_bars_on_terminals_only():
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=resolve_dtype(dtype, where, getattr(config, "dtype", None)),
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    lacking = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+    if lacking:  # transformers would go on with random numbers in their place
+        raise ModelError(
+            f"model {folder}: {len(lacking)} weights are missing or of another shape, such as {lacking[0]}"
         )
     return CausalModel(hf.to(where))
 

@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from esp_worker.engine import Engine, RequestError
+from esp_worker.engine import Engine
 from esp_worker.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class EngineService:
         self._inbox: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._pending: dict[str, _Submission] = {}
         self._ids = itertools.count()
+        self._gate = threading.Lock()  # over _closed and the inbox: what is put is seen, or the submitter is told
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="esp-engine", daemon=True)
         self._thread.start()
@@ -51,16 +52,18 @@ class EngineService:
 
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
         """Queue a request for the lane of `method`; the future raises RequestError if it can never be decoded."""
-        if self._closed:
-            raise ServiceClosedError("the engine service is closed")
         future: Future[Completion] = Future()
-        self._inbox.put(_Submission(request, method, future))
+        with self._gate:
+            if self._closed:
+                raise ServiceClosedError("the engine service is closed")
+            self._inbox.put(_Submission(request, method, future))
         return future
 
     def close(self) -> None:
         """Stop after the current step; requests that have not ended get ServiceClosedError."""
-        self._closed = True
-        self._inbox.put(None)
+        with self._gate:
+            self._closed = True
+            self._inbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -70,7 +73,8 @@ class EngineService:
                     submission = self._pending.pop(completion.request_id)
                     submission.future.set_result(replace(completion, request_id=submission.request.request_id))
         finally:
-            self._closed = True
+            with self._gate:
+                self._closed = True
             self._abandon()
 
     def _receive(self) -> bool:
@@ -87,10 +91,12 @@ class EngineService:
             self._enqueue(submission)
 
     def _enqueue(self, submission: _Submission) -> None:
+        if not submission.future.set_running_or_notify_cancel():
+            return  # cancelled while it waited; from here on it cannot be
         key = str(next(self._ids))  # submitters may use equal ids; the engine's are unique
         try:
             self._engine.submit(replace(submission.request, request_id=key), submission.method)
-        except ValueError as error:
+        except Exception as error:  # whatever a bad request raises is its own
             submission.future.set_exception(error)
         else:
             self._pending[key] = submission
@@ -121,8 +127,5 @@ class EngineService:
                 left = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if left is not None:
+            if left is not None and left.future.set_running_or_notify_cancel():
                 left.future.set_exception(ServiceClosedError("the engine stopped before this request began"))
-
-
-__all__ = ["EngineService", "RequestError", "ServiceClosedError"]

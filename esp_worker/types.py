@@ -82,7 +82,7 @@ class DecodeStats:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens that were committed: what the decode calls gave beyond one token each."""
+        """What the decode calls gave beyond one token each (of a run that was cut, one less than its tokens)."""
         return sum(self.accept_lengths) - len(self.accept_lengths)
 
     @property

@@ -94,7 +94,7 @@ def _time_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 # Formats, shared by the text and the page
 
-DASH = "–"  # noqa: RUF001 - the page's and the lines' mark for an absent figure
+DASH = "\u2013"  # the page's and the lines' mark for an absent figure: an en dash
 
 
 def _fixed(value: float | None, digits: int = 2) -> str:

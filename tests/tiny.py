@@ -78,7 +78,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def request(name: str, length: int, **sampling: object) -> Request:
     options = {"max_new_tokens": 24, **sampling}
-    return Request(name, prompt(length, len(name)), SamplingParams(**options))  # type: ignore[arg-type]
+    return Request(name, prompt(length, len(name)), SamplingParams(**options))
 
 
 def mixed_requests(**sampling: object) -> list[Request]:

@@ -27,10 +27,8 @@ def oracle(
 ) -> torch.Tensor:
     """[k, V] probabilities behind the draft that follows `output`, whose last `last_run` tokens one call committed."""
     prompt = model.embed(torch.tensor(request.prompt_ids))
-    if init == "mean":  # noqa: SIM108
-        masks = [prompt.mean(0)] * k
-    else:
-        masks = [prompt[max(len(prompt) - k + j, 0)] for j in range(k)]
+    last = [prompt[max(len(prompt) - k + j, 0)] for j in range(k)]
+    masks = [prompt.mean(0)] * k if init == "mean" else last
     for token in output[:-last_run]:  # the masks of the block that made the draft: nothing of its own run is in them
         embed = model.embed(torch.tensor(token))
         masks = [mask + EMA * (embed - mask) for mask in masks]
@@ -56,7 +54,7 @@ def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pyt
         return draft(self, state, root, room)
 
     monkeypatch.setattr(ProbeDrafter, "draft", watched)
-    drafter = ProbeDrafter(model.embed, masks=k, block_complexity=10 * (k + 1), ema=EMA, init=init)  # type: ignore[arg-type]
+    drafter = ProbeDrafter(model.embed, masks=k, block_complexity=10 * (k + 1), ema=EMA, init=init)
     requests = mixed_requests()
     done = {c.request_id: c for c in Engine(model, [drafter], slots=slots).generate(requests)}
     recorded = list(drafts.values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_impossible_requests_are_refused(prompt_ids: tuple[int, ...], words: str
 )
 def test_impossible_engines_are_refused(options: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        esp("llama", **{"slots": 2, **options})  # type: ignore[arg-type]
+        esp("llama", **{"slots": 2, **options})
 
 
 def test_unknown_method_is_an_error() -> None:
@@ -159,3 +161,66 @@ def test_closing_ends_what_has_not_finished() -> None:
         futures[-1].result(timeout=60)
     with pytest.raises(ServiceClosedError):
         service.submit(request("late", 3))
+
+
+def test_a_cancelled_request_costs_no_other(service: EngineService) -> None:
+    requests = mixed_requests()
+    futures = [service.submit(item) for item in requests]
+    cancelled = [future.cancel() for future in futures[1::2]]
+    done = [future.result(timeout=60) for future in futures if not future.cancelled()]
+    assert len(done) >= 4
+    assert len(done) == len(futures) - sum(cancelled)
+    again = [service.submit(item).result(timeout=60) for item in requests]
+    assert_equal("llama", requests, again)
+
+
+def test_every_future_ends_when_the_service_closes() -> None:
+    service = EngineService(esp("llama", 1))
+    futures = [service.submit(request(f"r{i}", 30, max_new_tokens=60)) for i in range(12)]
+    for future in futures[1::3]:
+        future.cancel()
+    service.close()
+    assert all(future.done() for future in futures)
+
+
+def test_a_submit_that_races_the_close_is_answered() -> None:
+    """Submitters keep going until they are refused: what was taken before that must end."""
+    service = EngineService(esp("llama", 2))
+    taken: list[Future[Completion]] = []
+
+    def submit_until_refused() -> None:
+        with contextlib.suppress(ServiceClosedError):
+            while True:
+                taken.append(service.submit(request("x", 3, max_new_tokens=2)))
+
+    threads = [threading.Thread(target=submit_until_refused) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    service.close()
+    for thread in threads:
+        thread.join()
+    assert all(future.done() for future in taken)
+
+
+def test_a_request_of_nonsense_is_its_own_fault(service: EngineService) -> None:
+    nonsense = service.submit(Request("bad", (3, None), SamplingParams(max_new_tokens=4)))
+    assert isinstance(nonsense.exception(timeout=60), TypeError)
+    assert service.submit(request("good", 5)).result(timeout=60).token_ids
+
+
+def test_a_move_that_fails_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails once while a gap is closed; what had ended and what was running both come back."""
+    move, failures = SlotCache.move, [1]
+
+    def fragile(self: SlotCache, *columns: int) -> None:
+        if failures:
+            failures.pop()
+            raise RuntimeError("injected failure")
+        move(self, *columns)
+
+    monkeypatch.setattr(SlotCache, "move", fragile)
+    requests = [request(f"m{i}", 4 + i, max_new_tokens=3 + 5 * i) for i in range(5)]
+    with EngineService(esp("llama", 4)) as service:
+        futures = [service.submit(item) for item in requests]
+        assert_equal("llama", requests, [future.result(timeout=60) for future in futures])
+    assert not failures

@@ -32,7 +32,7 @@ def expected(family: str, item: Request, max_length: int | None = None) -> refer
 def esp(family: str, slots: int = 3, max_length: int | None = None, **drafter: object) -> Engine:
     model = tiny_model(family)
     options = drafter or {"masks": 2, "block_complexity": 30}
-    probe = ProbeDrafter(model.embed, **options)  # type: ignore[arg-type]
+    probe = ProbeDrafter(model.embed, **options)
     return Engine(model, [probe, NoDrafter()], slots=slots, max_length=max_length)
 
 

@@ -28,7 +28,7 @@ def test_three_bad_lines_among_forty(command: Command, tiny_fp64: CausalModel, t
         (39, '{"id": "seven", "prompt": 7}'),
     ):
         lines.insert(at, bad)
-    write_jsonl(command.work / "in.jsonl", lines)  # type: ignore[arg-type]
+    write_jsonl(command.work / "in.jsonl", lines)
     result = command(compare__fraction=1.0, input__keep_columns=["prompt"])
     assert result.code == 0
     rows = result.rows
@@ -90,7 +90,7 @@ def test_every_bad_input_is_an_error_row_and_the_others_are_complete(command: Co
         ("duplicate_id", {"id": "row-0", "prompt": "again"}),
         ("malformed", "[1, 2]"),
     ]
-    write_jsonl(folder / "bad.jsonl", [*prompts(1), *(row for _, row in bad)])  # type: ignore[misc]
+    write_jsonl(folder / "bad.jsonl", [*prompts(1), *(row for _, row in bad)])
     write_jsonl(folder / "good.jsonl", prompts(3, start=1))
     (folder / "void.jsonl").write_bytes(b"")
     result = command(input__path=str(folder))

@@ -14,7 +14,7 @@ LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch
 
 
 def params(**options: object) -> SamplingParams:
-    return SamplingParams(max_new_tokens=1, **options)  # type: ignore[arg-type]
+    return SamplingParams(max_new_tokens=1, **options)
 
 
 def test_temperature_zero_is_argmax() -> None:
@@ -77,4 +77,4 @@ def test_draws_follow_the_distribution(options: dict[str, float], expected: list
 )
 def test_impossible_settings_are_named(options: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        SamplingParams(**{"max_new_tokens": 1, **options})  # type: ignore[arg-type]
+        SamplingParams(**{"max_new_tokens": 1, **options})
