@@ -18,9 +18,9 @@ import torch
 from esp_worker.drafters.base import Drafter, Room
 from esp_worker.model import CausalModel
 from esp_worker.sampling import select_token
-from esp_worker.stopping import commit_until_end, token_limit
+from esp_worker.stopping import Ending, commit_until_end, token_limit
 from esp_worker.tree import Draft
-from esp_worker.types import Completion, DecodeStats, FinishReason, Request
+from esp_worker.types import Completion, DecodeStats, Request
 from esp_worker.verify import Verdict, accept_walk
 
 PREFILL_CHUNK = 512
@@ -39,7 +39,7 @@ class _Sequence:
     output: list[int] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
     started: float = 0.0
-    finish: FinishReason | None = None
+    ending: Ending | None = None
 
     @property
     def length(self) -> int:
@@ -49,7 +49,7 @@ class _Sequence:
     def commit(self, tokens: Sequence[int]) -> int:
         """Append tokens up to where the sequence ends; how many were kept."""
         before = len(self.output)
-        self.finish = commit_until_end(self.output, tokens, self.request, self.limit)
+        self.ending = commit_until_end(self.output, tokens, self.request, self.limit)
         return len(self.output) - before
 
 
@@ -176,7 +176,7 @@ class Engine:
         now = time.perf_counter()
         for slot in range(len(self._running) - 1, -1, -1):
             sequence = self._running[slot]
-            if sequence.finish is None:
+            if sequence.ending is None:
                 continue
             last = len(self._running) - 1
             if slot != last:
@@ -186,7 +186,10 @@ class Engine:
             self._alone = max(self._alone - 1, 0)
             latency = now - sequence.started
             name = sequence.request.request_id
-            self._finished.append(Completion(name, tuple(sequence.output), sequence.finish, sequence.stats, latency))
+            ending = sequence.ending
+            self._finished.append(
+                Completion(name, tuple(sequence.output), ending.reason, sequence.stats, latency, ending.stop)
+            )
 
     # ---- prefill
 
@@ -207,9 +210,9 @@ class Engine:
             sequence.stats.prefill_calls += 1
             start = end
         logits = self.model.logits(hidden[len(hidden) - masks - 1 :])
-        token = select_token(logits[0], sequence.request.sampling, 0)
+        token = select_token(logits[0], sequence.request.sampling, sequence.request.prompt_ids, [])
         sequence.commit([token])
-        if sequence.finish is None:
+        if sequence.ending is None:
             drafter.observe([sequence.state], [[token]], [logits[1:]])
         sequence.stats.engine_s += time.perf_counter() - began
 
@@ -288,8 +291,9 @@ class Engine:
             stats.decode_calls += 1
             stats.rows_computed += draft.shape.rows
             stats.drafted_tokens += len(draft.tree)
+            stats.accepted_tokens += min(kept, len(verdict.path) - 1)
             stats.accept_lengths.append(kept)
-            if sequence.finish is not None:
+            if sequence.ending is not None:
                 continue
             going.append(slot)
             for target, row in enumerate(verdict.path):
@@ -315,9 +319,11 @@ class Engine:
             self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], logits)
 
 
-def _chooser(sequence: _Sequence, logits: torch.Tensor, greedy: Sequence[int]) -> Callable[[int, int], int]:
+def _chooser(sequence: _Sequence, logits: torch.Tensor, greedy: Sequence[int]) -> Callable[[int, Sequence[int]], int]:
     """The model's own token after a row: argmax, or the draw of that output position. logits [rows, V]."""
-    params, position = sequence.request.sampling, len(sequence.output)
-    if params.temperature == 0:
-        return lambda row, depth: greedy[row]
-    return lambda row, depth: select_token(logits[row], params, position + depth)
+    request = sequence.request
+    if request.sampling.temperature == 0 and not request.sampling.edits_logits:
+        return lambda row, accepted: greedy[row]
+    return lambda row, accepted: select_token(
+        logits[row], request.sampling, request.prompt_ids, [*sequence.output, *accepted]
+    )

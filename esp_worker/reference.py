@@ -13,45 +13,43 @@ from transformers import DynamicCache
 
 from esp_worker.model import CausalModel
 from esp_worker.sampling import select_token
-from esp_worker.types import FinishReason, Request
+from esp_worker.types import FinishReason, Request, StopMatch
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceCompletion:
-    """token_ids as the engine must give them; logits: [output tokens, V], the row that chose each token."""
+    """token_ids as the engine must give them; logits: [output tokens, V], the raw row behind each token."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logits: torch.Tensor
+    stop: StopMatch | None = None
 
 
 @torch.inference_mode()
 def decode(model: CausalModel, request: Request, max_length: int | None = None) -> ReferenceCompletion:
     """Decode one request by one-token steps. max_length: prompt + output tokens, the model's context by default."""
     max_length = model.context_length if max_length is None else max_length
-    params = request.sampling
+    params, prompt = request.sampling, request.prompt_ids
     output: list[int] = []
     rows: list[torch.Tensor] = []
+    if params.max_new_tokens == 0:
+        return ReferenceCompletion((), FinishReason.LENGTH, torch.empty(0, model.vocab_size))
     with model.stock() as hf:
         cache = DynamicCache(config=hf.config)
-        feed = list(request.prompt_ids)
+        feed = list(prompt)
         while True:
             ids = torch.tensor([feed], device=model.device)
             logits = hf(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
             rows.append(logits)
-            token = select_token(logits, params, len(output))
+            token = select_token(logits, params, prompt, output)
             output.append(token)
-            reason = _end(output, request, max_length)
-            if reason is not None:
-                return ReferenceCompletion(tuple(output), reason, torch.stack(rows))
+            if token in params.eos_token_ids:
+                return ReferenceCompletion(tuple(output), FinishReason.STOP, torch.stack(rows))
+            match = request.stop.match(output) if request.stop and len(output) > params.min_new_tokens else None
+            if match is not None:
+                kept = torch.stack(rows)[: match.keep]
+                return ReferenceCompletion(tuple(output[: match.keep]), FinishReason.STOP, kept, match)
+            if len(output) == params.max_new_tokens or len(prompt) + len(output) == max_length:
+                return ReferenceCompletion(tuple(output), FinishReason.LENGTH, torch.stack(rows))
             feed = [token]
-
-
-def _end(output: list[int], request: Request, max_length: int) -> FinishReason | None:
-    if output[-1] in request.sampling.eos_token_ids:
-        return FinishReason.STOP
-    if request.stop is not None and request.stop.met(output):
-        return FinishReason.STOP
-    if len(output) == request.sampling.max_new_tokens or len(request.prompt_ids) + len(output) == max_length:
-        return FinishReason.LENGTH
-    return None

@@ -151,10 +151,9 @@ class DecodeActor:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _result(self, completion: Completion, finished: datetime) -> dict[str, Any]:
-        text = self._text(completion.token_ids)
         stats = completion.stats
         return {
-            "text": self._stop.trim(text) if self._stop else text,
+            "text": completion.stop.text if completion.stop else self._text(completion.token_ids),
             "token_ids": completion.token_ids,
             "finish_reason": completion.finish_reason,
             "output_tokens": len(completion.token_ids),

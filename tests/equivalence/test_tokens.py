@@ -12,7 +12,7 @@ from esp_worker import reference
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
-from esp_worker.types import Completion, FinishReason, Request, SamplingParams
+from esp_worker.types import Completion, FinishReason, Request, SamplingParams, StopMatch
 
 TREES = {
     ("dynamic", 1): {"masks": 1, "block_complexity": 20},
@@ -144,8 +144,9 @@ class EndsWith:
     def __init__(self, *tail: int) -> None:
         self.tail = tail
 
-    def met(self, token_ids: list[int]) -> bool:
-        return tuple(token_ids[-len(self.tail) :]) == self.tail
+    def match(self, token_ids: list[int]) -> StopMatch | None:
+        whole = tuple(token_ids[-len(self.tail) :]) == self.tail
+        return StopMatch(len(token_ids), "", "tail") if whole else None
 
 
 def test_stop_condition_over_several_tokens() -> None:
