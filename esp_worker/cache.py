@@ -2,7 +2,7 @@
 
 S slots, T columns, G key/value heads, D head size. Slot s holds its context in columns [0, L_s); a step writes its N
 block rows behind it and `compact` moves the accepted ones to where the context continues. Nothing is concatenated, and
-a step copies only rows that an accepted path left out of order. Running sequences occupy slots 0..B-1 (`move` closes a
+a step copies only rows that an accepted path left out of order. Running sequences occupy slots 0..B-1 (`copy` closes a
 gap), so the model reads a slice.
 """
 
@@ -15,14 +15,23 @@ import torch
 COLUMN_STEP = 256
 
 
+def rounded(columns: int) -> int:
+    """Columns come in steps, so that a growing context does not move the cache at each token."""
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+
 class SlotCache:
-    """KV of all layers: [layers, 2, S, G, T, D], grown in columns (by doubling) as sequences need them."""
+    """KV of all layers: [layers, 2, S, G, T, D]."""
 
     def __init__(
         self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._kv = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._write: tuple[slice, torch.Tensor, torch.Tensor, int] | None = None
+
+    @property
+    def slots(self) -> int:
+        return self._kv.shape[2]
 
     @property
     def columns(self) -> int:
@@ -32,19 +41,27 @@ class SlotCache:
     def nbytes(self) -> int:
         return self._kv.nbytes
 
-    def reserve(self, columns: int) -> None:
-        """Make room for `columns`. New ones are zero: masked columns are still multiplied, so they must be finite."""
-        if columns <= self.columns:
-            return
-        wanted = max(columns, 2 * self.columns)
-        wanted = -(-wanted // COLUMN_STEP) * COLUMN_STEP
-        grown = self._kv.new_zeros(*self._kv.shape[:4], wanted, self._kv.shape[5])
-        grown[..., : self.columns, :] = self._kv
-        self._kv = grown
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of one slot: the KV of one token."""
+        layers, pair, _, heads, _, size = self._kv.shape
+        return layers * pair * heads * size * self._kv.itemsize
+
+    def resize(self, slots: int, columns: int) -> None:
+        """Another number of slots and columns; what both hold stays.
+
+        New columns are zero: masked columns are still multiplied (by 0), so they must be finite.
+        """
+        layers, pair, _, heads, _, size = self._kv.shape
+        kv = self._kv.new_zeros(layers, pair, slots, heads, columns, size)
+        slots, columns = min(slots, self.slots), min(columns, self.columns)
+        kv[:, :, :slots, :, :columns] = self._kv[:, :, :slots, :, :columns]
+        self._kv = kv
 
     def begin(self, first_slot: int, lengths: torch.Tensor, rows: int, columns: int) -> None:
         """The next forward writes `rows` rows of slots first_slot.. behind their `lengths` [B] and reads `columns`."""
-        self.reserve(columns)
+        if columns > self.columns:
+            self.resize(self.slots, rounded(columns))
         slots = torch.arange(first_slot, first_slot + len(lengths), device=self._kv.device)
         write_columns = lengths[:, None] + torch.arange(rows, device=self._kv.device)
         self._write = (slice(first_slot, first_slot + len(lengths)), slots[:, None], write_columns, columns)
@@ -68,6 +85,6 @@ class SlotCache:
         slot, source, target = (torch.tensor(x, device=device) for x in (slots, sources, targets))
         self._kv[:, :, slot, :, target] = self._kv[:, :, slot, :, source]
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         """Give slot `source`'s first `length` columns to slot `target`."""
         self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]

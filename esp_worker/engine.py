@@ -1,4 +1,4 @@
-"""The step loop: admit, draft, one forward pass for all slots, verify, commit.
+"""The step loop: admit, prefill, draft, one forward pass for all slots, verify, commit.
 
 B running sequences in slots 0..B-1, N rows of the widest block, H hidden size, V vocabulary, k masks.
 A lane is a drafting method with its own queue. Sequences of two lanes never share a step: a lane runs until it has
@@ -7,23 +7,32 @@ nothing left, then the next one does, on the same model, kernels and slots. That
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from esp_worker.cache import rounded
 from esp_worker.drafters.base import Drafter, Room
+from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
-from esp_worker.sampling import select_token
-from esp_worker.stopping import Ending, commit_until_end, token_limit
+from esp_worker.sampling import NoTokenError, select_token, token_logprobs, why_no_token
+from esp_worker.sequence import ActiveSequence
+from esp_worker.slots import SlotTable
+from esp_worker.stopping import Ending, token_limit
 from esp_worker.tree import Draft
-from esp_worker.types import Completion, DecodeStats, Request
+from esp_worker.types import Completion, DecodeStats, FinishReason, Request
 from esp_worker.verify import Verdict, accept_walk
 
-PREFILL_CHUNK = 512
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 512
+BLOCK_COLUMNS = 256  # room for a block behind the longest context
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_GIB = 1 << 30
 
 
 class RequestError(ValueError):
@@ -31,43 +40,34 @@ class RequestError(ValueError):
 
 
 @dataclass(slots=True)
-class _Sequence:
-    request: Request
-    drafter: Drafter
-    limit: int  # most output tokens
-    state: Any = None
-    output: list[int] = field(default_factory=list)
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    started: float = 0.0
-    ending: Ending | None = None
-
-    @property
-    def length(self) -> int:
-        """Context columns: all tokens but the newest, which is the next root."""
-        return len(self.request.prompt_ids) + len(self.output) - 1
-
-    def commit(self, tokens: Sequence[int]) -> int:
-        """Append tokens up to where the sequence ends; how many were kept."""
-        before = len(self.output)
-        self.ending = commit_until_end(self.output, tokens, self.request, self.limit)
-        return len(self.output) - before
-
-
-@dataclass(slots=True)
 class _Lane:
     drafter: Drafter
-    waiting: deque[_Sequence] = field(default_factory=deque)
+    waiting: deque[ActiveSequence] = field(default_factory=deque)
 
 
 class Engine:
-    """Decodes many requests in `slots` slots with one model. Not thread-safe: see service.EngineService.
+    """Decodes many requests in up to `slots` slots with one model. Not thread-safe: see service.EngineService.
 
     drafters: the lanes, by method name (`esp`, `ar`); the first is the default. max_length: prompt + output tokens of a
-    sequence, at most the model's context.
+    sequence, at most the model's context. prefill_tokens: most prompt tokens that one forward pass takes, and that a
+    step prefills while other sequences decode. prefix_reuse: take over the KV of a prompt's beginning where a slot
+    holds it. cache_bytes: most bytes of KV (None: worked out from the device's free memory).
+
+    Contexts that outgrow the cache's budget leave fewer slots for a time, and a device that runs out of memory half of
+    them for good. A sequence that has to leave its slot waits at the head of its lane; its context is computed again
+    and its output goes on where it was. Raises ValueError for settings that cannot work.
     """
 
     def __init__(
-        self, model: CausalModel, drafters: Sequence[Drafter], *, slots: int = 8, max_length: int | None = None
+        self,
+        model: CausalModel,
+        drafters: Sequence[Drafter],
+        *,
+        slots: int = 8,
+        max_length: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        prefix_reuse: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
@@ -75,13 +75,21 @@ class Engine:
             raise ValueError(
                 f"max_length must lie in 2..{model.context_length} (the model's context), got {max_length}"
             )
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
+        names = [drafter.name for drafter in drafters]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each method needs a name of its own, got {', '.join(names)}")
         self.model = model
         self.slots = slots
         self.max_length = max_length or model.context_length
+        self.prefill_tokens = prefill_tokens
+        self.prefix_reuse = prefix_reuse
         self._lanes = {drafter.name: _Lane(drafter) for drafter in drafters}
         self._lane = next(iter(self._lanes.values()))
-        self._cache = model.new_cache(slots)
-        self._running: list[_Sequence] = []
+        self._table = SlotTable(model.new_cache(slots))
+        self.cache_bytes = cache_budget(model.device) if cache_bytes is None else cache_bytes
+        self._check_budget()
         self._finished: list[Completion] = []  # given out by the next step that does not fail
         self._alone = 0  # sequences at the head of the lane that must not share a step
 
@@ -89,7 +97,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError for a request that can never be decoded here."""
-        length = len(request.prompt_ids)
+        length, sampling = len(request.prompt_ids), request.sampling
         if not length:
             raise RequestError("the prompt has no tokens")
         if length >= self.max_length:
@@ -97,22 +105,45 @@ class Engine:
                 f"the prompt has {length} tokens; at most {self.max_length - 1} fit (engine.max_length "
                 f"{self.max_length}, prompt and output together)"
             )
-        outside = [token for token in request.prompt_ids if not 0 <= token < self.model.vocab_size]
-        if outside:
-            raise RequestError(f"token id {outside[0]} is outside the model's vocabulary of {self.model.vocab_size}")
+        named = {
+            "": request.prompt_ids,
+            "logit_bias: ": [token for token, _ in sampling.logit_bias],
+            "bad_words: ": [token for word in sampling.bad_words for token in word],
+        }
+        for where, tokens in named.items():
+            outside = [token for token in tokens if not 0 <= token < self.model.vocab_size]
+            if outside:
+                raise RequestError(
+                    f"{where}token id {outside[0]} is outside the model's vocabulary of {self.model.vocab_size}"
+                )
 
     def submit(self, request: Request, method: str | None = None) -> None:
         """Queue a request in the lane of `method`. Raises RequestError (see check)."""
-        self.check(request)
-        lane = self._lane_of(method)
-        lane.waiting.append(_Sequence(request, lane.drafter, token_limit(request, self.max_length)))
+        self._enqueue(request, method)
 
     def generate(self, requests: Iterable[Request], method: str | None = None) -> Iterator[Completion]:
-        """Decode requests and yield completions as they end (not in order)."""
-        for request in requests:
-            self.submit(request, method)
-        while self.busy:
-            yield from self.step()
+        """Decode requests and yield completions as they end (not in order).
+
+        Raises RequestError before anything runs. Requests of a generator that is closed early leave the engine.
+        """
+        taken: list[ActiveSequence] = []
+        try:
+            for request in requests:
+                taken.append(self._enqueue(request, method))
+            while self.busy:
+                yield from self.step()
+        finally:
+            names = {sequence.request.request_id for sequence in taken}
+            self._finished = [done for done in self._finished if done.request_id not in names]
+            for sequence in taken:
+                if sequence.ending is None:
+                    self._drop(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request that waits or runs; nothing happens when it has ended."""
+        everywhere = [self._table.sequences, *(lane.waiting for lane in self._lanes.values())]
+        for sequence in [each for place in everywhere for each in place if each.request.request_id == request_id]:
+            self._drop(sequence)
 
     @property
     def methods(self) -> list[str]:
@@ -121,37 +152,56 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._finished) or any(lane.waiting for lane in self._lanes.values())
+        return bool(self._table.sequences or self._finished) or any(lane.waiting for lane in self._lanes.values())
 
     @property
     def running(self) -> list[str]:
         """Ids of the requests in slots."""
-        return [sequence.request.request_id for sequence in self._running]
+        return [sequence.request.request_id for sequence in self._table.sequences]
+
+    @property
+    def memory_plan(self) -> str:
+        """One line on the KV cache, for the log."""
+        column = self._table.cache.column_bytes
+        tokens = self.cache_bytes // column
+        return (
+            f"KV cache: {column / 1024:.4g} KiB a token, up to {self.cache_bytes / _GIB:.3g} GiB: {tokens} tokens, "
+            f"{min(tokens // self.slots, self.max_length)} in each of {self.slots} slots at once; "
+            "longer contexts leave fewer slots"
+        )
 
     def drop_running(self) -> None:
         """Forget the sequences in slots (after a step that failed)."""
-        self._running = []
-        self._alone = max(self._alone - 1, 0)
+        self._alone = max(self._alone - len(self._settle(self._table.clear())), 0)
 
     def restart_alone(self) -> None:
         """Start the sequences in slots again from their prompts, one at a time, before any other (after a step that
         failed: the one that fails alone is the culprit)."""
-        self._alone = len(self._running)
-        fresh = [_Sequence(old.request, old.drafter, old.limit) for old in self._running]
-        self._lane.waiting.extendleft(reversed(fresh))
-        self._running = []
+        left = self._settle(self._table.clear())
+        self._alone = len(left)
+        for old in reversed(left):
+            fresh = ActiveSequence(old.request, old.drafter, old.limit, stats=DecodeStats(engine_s=old.stats.engine_s))
+            self._lane.waiting.appendleft(fresh)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Fill free slots, run one block for every running sequence, return those that ended."""
-        self._admit()
-        if self._running:
+        try:
+            self._prefill_waiting()
             self._decode()
-            self._release()
+        except _OUT_OF_MEMORY as error:
+            self._shrink(error)
         done, self._finished = self._finished, []
         if not self.busy:
             self._lane = self._lane_of(None)
         return done
+
+    def _enqueue(self, request: Request, method: str | None) -> ActiveSequence:
+        self.check(request)
+        lane = self._lane_of(method)
+        sequence = ActiveSequence(request, lane.drafter, token_limit(request, self.max_length))
+        lane.waiting.append(sequence)
+        return sequence
 
     def _lane_of(self, method: str | None) -> _Lane:
         if method is None:
@@ -162,76 +212,194 @@ class Engine:
 
     # ---- slots
 
-    def _admit(self) -> None:
-        """Prefill waiting requests into free slots; one that its first token ends frees its slot at once."""
-        if not self._running and not self._lane.waiting:
+    def _next(self) -> ActiveSequence | None:
+        """The sequence to prefill: the one that has begun, else the next of the lane where a slot is free."""
+        if self._table.filling is not None:
+            return self._table.filling
+        if not self._table.running and not self._lane.waiting:
             self._lane = next((lane for lane in self._lanes.values() if lane.waiting), self._lane)
-        while self._lane.waiting and len(self._running) < (1 if self._alone else self.slots):
-            self._running.append(self._lane.waiting.popleft())
-            self._prefill(self._running[-1], slot=len(self._running) - 1)
-            self._release()
+        waiting, running = self._lane.waiting, self._table.running
+        while waiting and not waiting[0].limit:
+            nothing = waiting.popleft()  # max_new_tokens 0
+            nothing.ending = Ending(FinishReason.LENGTH)
+            self._finish(nothing)
+        if not waiting or (self._alone and running):
+            return None
+        if not self._table.free:
+            self._make_slots(waiting[0])
+        if not self._table.free:
+            return None
+        self._table.place(waiting[0], self.prefix_reuse)
+        return waiting.popleft()
 
     def _release(self) -> None:
-        """Take ended sequences out; the last running one moves into each gap, so that slots 0..B-1 stay filled."""
-        now = time.perf_counter()
-        for slot in range(len(self._running) - 1, -1, -1):
-            sequence = self._running[slot]
-            if sequence.ending is None:
-                continue
-            last = len(self._running) - 1
-            if slot != last:
-                self._cache.move(last, slot, self._running[last].length)
-                self._running[slot] = self._running[last]
-            self._running.pop()
+        """Take ended sequences out of their slots."""
+        for sequence in reversed(self._table.running.copy()):
+            if sequence.ending is not None:
+                self._table.remove(sequence)
+                self._finish(sequence)
+
+    def _finish(self, sequence: ActiveSequence) -> None:
+        self._alone = max(self._alone - 1, 0)
+        self._finished.append(sequence.completion())
+
+    def _drop(self, sequence: ActiveSequence) -> None:
+        for lane in self._lanes.values():
+            if sequence in lane.waiting:
+                lane.waiting.remove(sequence)
+                return
+        if sequence in self._table.sequences:
+            self._table.remove(sequence)
             self._alone = max(self._alone - 1, 0)
-            latency = now - sequence.started
-            name = sequence.request.request_id
-            ending = sequence.ending
-            self._finished.append(
-                Completion(name, tuple(sequence.output), ending.reason, sequence.stats, latency, ending.stop)
+
+    def _settle(self, sequences: Sequence[ActiveSequence]) -> list[ActiveSequence]:
+        """Finish those that have ended; returns the others."""
+        for sequence in sequences:
+            if sequence.ending is not None:
+                self._finish(sequence)
+        return [sequence for sequence in sequences if sequence.ending is None]
+
+    def _wait_again(self, sequences: Sequence[ActiveSequence]) -> None:
+        """Back to the head of the lane, in order; their context is computed again, their output stays."""
+        for sequence in reversed(sequences):
+            sequence.filled = 0
+            self._lane.waiting.appendleft(sequence)
+
+    # ---- memory
+
+    def _check_budget(self) -> None:
+        needed = rounded(self.max_length + BLOCK_COLUMNS) * self._table.cache.column_bytes
+        if needed > self.cache_bytes:
+            raise ValueError(
+                f"max_length {self.max_length} needs {needed / _GIB:.3g} GiB of KV cache for one slot, and "
+                f"{self.cache_bytes / _GIB:.3g} GiB may be used; lower engine.max_length, or raise engine.cache_gib"
             )
+
+    def _slots_of(self, columns: int) -> int:
+        """How many slots of that many columns the budget allows."""
+        return max(min(self.slots, self.cache_bytes // (columns * self._table.cache.column_bytes)), 1)
+
+    def _make_columns(self, columns: int) -> None:
+        """Grow the cache; where that leaves fewer slots, the last sequences wait again."""
+        cache = self._table.cache
+        if columns <= cache.columns:
+            return
+        least = rounded(columns)
+        ample = max(least, min(2 * cache.columns, rounded(self.max_length + BLOCK_COLUMNS)))
+        wanted = ample if self._slots_of(ample) == self.slots else least
+        slots = self._slots_of(wanted)
+        if slots < cache.slots:
+            logger.info("contexts of %d tokens: %d slots for now", columns, slots)
+        self._wait_again(self._table.resize(slots, wanted)[::-1])
+
+    def _make_slots(self, wanting: ActiveSequence) -> None:
+        """Give slots back that longer contexts had taken, once these are gone."""
+        cache = self._table.cache
+        if cache.slots >= self.slots:
+            return
+        longest = max(sequence.length for sequence in [*self._table.running, wanting])
+        needed = rounded(longest + BLOCK_COLUMNS)
+        slots = self._slots_of(needed)
+        if slots > cache.slots:
+            self._table.resize(slots, needed)
+
+    def _shrink(self, error: BaseException) -> None:
+        """Out of memory: half the slots, half the cache; everything in slots is computed again. Raises `error` when
+        there is one slot only."""
+        if self.slots == 1:
+            raise error
+        budget = max(self._table.cache.nbytes // 2, rounded(1) * self._table.cache.column_bytes)
+        self._wait_again(self._settle(self._table.clear()))
+        self.slots //= 2
+        self.cache_bytes = min(self.cache_bytes, budget)
+        self._table = SlotTable(self.model.new_cache(self.slots))
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.warning("out of memory (%s): going on with %d slots", str(error).partition("\n")[0], self.slots)
 
     # ---- prefill
 
-    def _prefill(self, sequence: _Sequence, slot: int) -> None:
-        """Prompt in chunks, mask tokens behind the last one; gives the first token and the first candidates."""
-        began = sequence.started = time.perf_counter()
-        device = self.model.device
-        drafter, prompt = sequence.drafter, torch.tensor(sequence.request.prompt_ids, device=device)
-        embeds = self.model.embed(prompt)
-        sequence.state = drafter.start(embeds)
-        # Mask j stands at position P - 1 + j and serves depth j of the first tree, as a probe of a root at P - 1 would.
-        masks = Room(sequence.limit, self.max_length - len(prompt)).masks(drafter.masks)
+    def _prefill_waiting(self) -> None:
+        """Prefill into free slots; where sequences decode meanwhile, no more than prefill_tokens."""
+        bounded = bool(self._table.running)
+        left = self.prefill_tokens
+        while sequence := self._next():
+            todo = sequence.length - sequence.filled
+            if bounded and left < max(min(todo, self.prefill_tokens // 4), 1):
+                return  # a shred of a chunk is not worth a pass
+            left -= self._prefill(sequence, min(todo, left if bounded else self.prefill_tokens))
+
+    def _prefill(self, sequence: ActiveSequence, tokens: int) -> int:
+        """The next chunk of a context, mask tokens behind the last one; returns its tokens.
+
+        The last chunk of a prompt gives the first token and the first candidates.
+        """
+        began = time.perf_counter()
+        if sequence.started is None:
+            self._start(sequence)
+        first, end = sequence.filled, sequence.filled + tokens
+        embeds = self.model.embed(torch.tensor(sequence.context[first:end], device=self.model.device))
+        prompt_ends = end == sequence.length and not sequence.output
+        masks = self._prompt_masks(sequence) if prompt_ends else 0
         if masks:
-            embeds = torch.cat([embeds, drafter.mask_embeds(sequence.state)[:masks].to(embeds.dtype)])
-        start = 0
-        for end in [*range(PREFILL_CHUNK, len(prompt), PREFILL_CHUNK), len(embeds)]:
-            hidden = self._prefill_chunk(embeds[start:end], start, slot)
-            sequence.stats.prefill_calls += 1
-            start = end
-        logits = self.model.logits(hidden[len(hidden) - masks - 1 :])
-        token = select_token(logits[0], sequence.request.sampling, sequence.request.prompt_ids, [])
+            mask_embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
+            embeds = torch.cat([embeds, mask_embeds.to(embeds.dtype)])
+        self._make_columns(first + len(embeds))
+        hidden = self._forward_chain(embeds, first, slot=len(self._table.running))
+        self._table.fill(tokens)
+        sequence.stats.prefill_calls += 1
+        sequence.stats.prefill_tokens += tokens
+        if prompt_ends:
+            self._first_token(sequence, self.model.logits(hidden[tokens - 1 :]))
+        if end == sequence.length:
+            self._table.start()
+            self._release()
+        sequence.stats.engine_s += time.perf_counter() - began
+        return tokens
+
+    def _start(self, sequence: ActiveSequence) -> None:
+        sequence.started = time.perf_counter()
+        prompt = torch.tensor(sequence.request.prompt_ids, device=self.model.device)
+        sequence.state = sequence.drafter.start(self.model.embed(prompt))
+
+    def _prompt_masks(self, sequence: ActiveSequence) -> int:
+        """Useful mask tokens: the j-th stands at position P - 1 + j and serves depth j of the first tree, as a probe of
+        a root at P - 1 would."""
+        room = Room(sequence.limit, self.max_length - len(sequence.request.prompt_ids))
+        return room.masks(sequence.drafter.masks)
+
+    def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
+        """logits [1 + masks, V]: the last prompt row's, then the masks'."""
+        request = sequence.request
+        token = select_token(logits[0], request.sampling, request.prompt_ids, [])
+        self._note_logprobs(sequence, logits, [0], [token])
         sequence.commit([token])
         if sequence.ending is None:
-            drafter.observe([sequence.state], [[token]], [logits[1:]])
-        sequence.stats.engine_s += time.perf_counter() - began
+            sequence.drafter.observe([sequence.state], [[token]], [logits[1:]])
 
-    def _prefill_chunk(self, embeds: torch.Tensor, start: int, slot: int) -> torch.Tensor:
+    def _forward_chain(self, embeds: torch.Tensor, start: int, slot: int) -> torch.Tensor:
         """[n, H] -> hidden [n, H] of rows at positions start.., a chain."""
         rows, device = len(embeds), embeds.device
         positions = torch.arange(start, start + rows, device=device)[None]
         visible = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
         lengths = torch.tensor([start], device=device)
-        return self.model.forward_block(self._cache, slot, lengths, embeds[None], positions, visible)[0]
+        return self.model.forward_block(self._table.cache, slot, lengths, embeds[None], positions, visible)[0]
 
     # ---- decode
 
     def _decode(self) -> None:
         began = time.perf_counter()
-        running = self._running
+        running = self._table.running
         drafts = [
-            sequence.drafter.draft(sequence.state, sequence.output[-1], self._room(sequence)) for sequence in running
+            sequence.drafter.draft(sequence.state, sequence.output[-1], sequence.room(self.max_length))
+            for sequence in running
         ]
+        if drafts:
+            rows = max(draft.shape.rows for draft in drafts)
+            self._make_columns(max(sequence.length for sequence in running) + rows)
+            drafts = drafts[: len(running)]
+        if not drafts:
+            return
         hidden = self._forward(drafts)
         verdicts = self._verify(drafts, hidden)
         self._commit(drafts, verdicts, hidden)
@@ -239,20 +407,18 @@ class Engine:
         for sequence in running:
             sequence.stats.engine_s += seconds
             sequence.stats.batch_sum += len(running)
-
-    def _room(self, sequence: _Sequence) -> Room:
-        return Room(sequence.limit - len(sequence.output), self.max_length - 1 - sequence.length)
+        self._release()
 
     def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """Hidden states [B, N, H] of every sequence's block. Rows that pad a narrower block see only themselves."""
-        device = self.model.device
+        device, running = self.model.device, self._table.running
         shapes = [draft.shape for draft in drafts]
         batch, rows = len(drafts), max(shape.rows for shape in shapes)
         ids = torch.zeros(batch, max(shape.token_rows for shape in shapes), dtype=torch.long)
         offsets = torch.zeros(batch, rows, dtype=torch.long)
         visible = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
         for b, (draft, shape) in enumerate(zip(drafts, shapes, strict=True)):
-            ids[b, : shape.token_rows] = torch.tensor([self._running[b].output[-1], *draft.tree.tokens])
+            ids[b, : shape.token_rows] = torch.tensor([running[b].output[-1], *draft.tree.tokens])
             offsets[b, : shape.rows] = shape.offsets
             visible[b, : shape.rows, : shape.rows] = shape.visible
         token_embeds = self.model.embed(ids.to(device))
@@ -260,23 +426,36 @@ class Engine:
         for b, (draft, shape) in enumerate(zip(drafts, shapes, strict=True)):
             embeds[b, : shape.token_rows] = token_embeds[b, : shape.token_rows]
             if shape.masks:
-                masks = self._running[b].drafter.mask_embeds(self._running[b].state)[: shape.masks]
+                masks = running[b].drafter.mask_embeds(running[b].state)[: shape.masks]
                 embeds[b, shape.token_rows : shape.rows] = masks.to(embeds.dtype).repeat(len(draft.owners), 1)
-        lengths = torch.tensor([sequence.length for sequence in self._running], device=device)
+        lengths = torch.tensor([sequence.length for sequence in running], device=device)
         positions = lengths[:, None] + offsets.to(device)
-        return self.model.forward_block(self._cache, 0, lengths, embeds, positions, visible.to(device))
+        return self.model.forward_block(self._table.cache, 0, lengths, embeds, positions, visible.to(device))
 
     def _verify(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> list[Verdict]:
         """lm_head on roots and nodes only, then each sequence's accept walk."""
         counts = [draft.shape.token_rows for draft in drafts]
         logits = self.model.logits(torch.cat([hidden[b, :count] for b, count in enumerate(counts)]))
-        greedy = logits.argmax(-1).tolist()
+        best, choices = logits.max(-1)
+        greedy = torch.where(torch.isfinite(best), choices, -1).tolist()
         verdicts, first = [], 0
-        for sequence, draft, count in zip(self._running, drafts, counts, strict=True):
-            choose = _chooser(sequence, logits[first : first + count], greedy[first : first + count])
-            verdicts.append(accept_walk(draft.tree, choose))
+        for sequence, draft, count in zip(self._table.running, drafts, counts, strict=True):
+            rows = logits[first : first + count]
+            verdict = accept_walk(draft.tree, _chooser(sequence, rows, greedy[first : first + count]))
+            self._note_logprobs(sequence, rows, verdict.path, verdict.tokens)
+            verdicts.append(verdict)
             first += count
         return verdicts
+
+    @staticmethod
+    def _note_logprobs(
+        sequence: ActiveSequence, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Row rows[i] of logits [n, V] chose tokens[i]. Those of tokens that are cut are cut at the end."""
+        wanted = sequence.request.sampling.logprobs
+        if wanted is not None:
+            chosen = zip(rows, tokens, strict=True)
+            sequence.logprobs += [token_logprobs(logits[row], token, wanted) for row, token in chosen]
 
     def _commit(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], hidden: torch.Tensor) -> None:
         """Append accepted tokens, keep their KV, and hand the winners' probe logits to the drafter."""
@@ -284,15 +463,10 @@ class Engine:
         sources: list[int] = []
         targets: list[int] = []
         going: list[int] = []
-        for slot, (sequence, draft, verdict) in enumerate(zip(self._running, drafts, verdicts, strict=True)):
+        for slot, (sequence, draft, verdict) in enumerate(zip(self._table.running, drafts, verdicts, strict=True)):
             length = sequence.length
-            kept = sequence.commit(verdict.tokens)
-            stats = sequence.stats
-            stats.decode_calls += 1
-            stats.rows_computed += draft.shape.rows
-            stats.drafted_tokens += len(draft.tree)
-            stats.accepted_tokens += min(kept, len(verdict.path) - 1)
-            stats.accept_lengths.append(kept)
+            sequence.commit_run(verdict.tokens, drafted=len(draft.tree))
+            sequence.stats.rows_computed += draft.shape.rows
             if sequence.ending is not None:
                 continue
             going.append(slot)
@@ -301,7 +475,7 @@ class Engine:
                     slots.append(slot)
                     sources.append(length + row)
                     targets.append(length + target)
-        self._cache.compact(slots, sources, targets)
+        self._table.cache.compact(slots, sources, targets)
         self._observe(going, drafts, verdicts, hidden)
 
     def _observe(
@@ -315,15 +489,23 @@ class Engine:
         else:
             logits = [hidden.new_zeros(0, self.model.vocab_size) for _ in going]
         if going:
-            states = [self._running[slot].state for slot in going]
+            states = [self._table.running[slot].state for slot in going]
             self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], logits)
 
 
-def _chooser(sequence: _Sequence, logits: torch.Tensor, greedy: Sequence[int]) -> Callable[[int, Sequence[int]], int]:
-    """The model's own token after a row: argmax, or the draw of that output position. logits [rows, V]."""
+def _chooser(
+    sequence: ActiveSequence, logits: torch.Tensor, greedy: Sequence[int]
+) -> Callable[[int, Sequence[int]], int]:
+    """The model's own token after a row: argmax (`greedy`, -1 where there is none), or the draw of that output
+    position. logits [rows, V]."""
     request = sequence.request
-    if request.sampling.temperature == 0 and not request.sampling.edits_logits:
-        return lambda row, accepted: greedy[row]
-    return lambda row, accepted: select_token(
-        logits[row], request.sampling, request.prompt_ids, [*sequence.output, *accepted]
-    )
+
+    def argmax(row: int, accepted: Sequence[int]) -> int:
+        if greedy[row] < 0:
+            raise NoTokenError(why_no_token(logits[row]))
+        return greedy[row]
+
+    def draw(row: int, accepted: Sequence[int]) -> int:
+        return select_token(logits[row], request.sampling, request.prompt_ids, [*sequence.output, *accepted])
+
+    return argmax if request.sampling.temperature == 0 and not request.sampling.edits_logits else draw

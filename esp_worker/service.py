@@ -26,9 +26,10 @@ class ServiceClosedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    request: Request
+    request: Request  # under an id of its own: submitters may use equal ones
     method: str | None
     future: Future[Completion]
+    asked_id: str
 
 
 class EngineService:
@@ -36,7 +37,9 @@ class EngineService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submission | str | None] = (
+            queue.SimpleQueue()
+        )  # a str: the id of a cancelled one
         self._pending: dict[str, _Submission] = {}
         self._ids = itertools.count()
         self._gate = threading.Lock()  # over _closed and the inbox: what is put is seen, or the submitter is told
@@ -51,12 +54,17 @@ class EngineService:
         self.close()
 
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
-        """Queue a request for the lane of `method`; the future raises RequestError if it can never be decoded."""
+        """Queue a request for the lane of `method`; the future raises RequestError if it can never be decoded.
+
+        Cancelling the future takes the request out of its slot before the next step.
+        """
         future: Future[Completion] = Future()
+        key = str(next(self._ids))
+        future.add_done_callback(lambda done: self._inbox.put(key) if done.cancelled() else None)
         with self._gate:
             if self._closed:
                 raise ServiceClosedError("the engine service is closed")
-            self._inbox.put(_Submission(request, method, future))
+            self._inbox.put(_Submission(replace(request, request_id=key), method, future, request.request_id))
         return future
 
     def close(self) -> None:
@@ -70,8 +78,9 @@ class EngineService:
         try:
             while self._receive():
                 for completion in self._step():
-                    submission = self._pending.pop(completion.request_id)
-                    submission.future.set_result(replace(completion, request_id=submission.request.request_id))
+                    submission = self._pending.pop(completion.request_id, None)  # None: cancelled as it ended
+                    if submission and submission.future.set_running_or_notify_cancel():
+                        submission.future.set_result(replace(completion, request_id=submission.asked_id))
         finally:
             with self._gate:
                 self._closed = True
@@ -79,27 +88,25 @@ class EngineService:
 
     def _receive(self) -> bool:
         """Take what has been submitted, waiting for it only when the engine has nothing to do. False: closed."""
-        wait = not self._engine.busy
         while True:
             try:
-                submission = self._inbox.get(block=wait)
+                message = self._inbox.get(block=not self._engine.busy)
             except queue.Empty:
                 return True
-            if submission is None:
+            if message is None:
                 return False
-            wait = False
-            self._enqueue(submission)
+            if isinstance(message, _Submission):
+                self._enqueue(message)
+            elif self._pending.pop(message, None):
+                self._engine.cancel(message)
 
     def _enqueue(self, submission: _Submission) -> None:
-        if not submission.future.set_running_or_notify_cancel():
-            return  # cancelled while it waited; from here on it cannot be
-        key = str(next(self._ids))  # submitters may use equal ids; the engine's are unique
         try:
-            self._engine.submit(replace(submission.request, request_id=key), submission.method)
+            self._engine.submit(submission.request, submission.method)
         except Exception as error:  # whatever a bad request raises is its own
-            submission.future.set_exception(error)
+            _fail(submission.future, error)
         else:
-            self._pending[key] = submission
+            self._pending[submission.request.request_id] = submission
 
     def _step(self) -> list[Completion]:
         try:
@@ -113,19 +120,24 @@ class EngineService:
             logger.exception("a step failed with one sequence in it")
             self._engine.drop_running()
             for key in running:
-                self._pending.pop(key).future.set_exception(error)
+                _fail(self._pending.pop(key).future, error)
             if not running:  # nothing to blame: the engine itself is broken
                 raise
             return []
 
     def _abandon(self) -> None:
         for submission in self._pending.values():
-            submission.future.set_exception(ServiceClosedError("the engine stopped before this request ended"))
+            _fail(submission.future, ServiceClosedError("the engine stopped before this request ended"))
         self._pending.clear()
         while True:
             try:
                 left = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if left is not None and left.future.set_running_or_notify_cancel():
-                left.future.set_exception(ServiceClosedError("the engine stopped before this request began"))
+            if isinstance(left, _Submission):
+                _fail(left.future, ServiceClosedError("the engine stopped before this request began"))
+
+
+def _fail(future: Future[Completion], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():  # else it was cancelled, and nobody waits
+        future.set_exception(error)

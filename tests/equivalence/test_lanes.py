@@ -25,7 +25,8 @@ def test_lanes_never_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Engine._decode
 
     def watched(self: Engine) -> None:
-        steps.append({sequence.drafter.name for sequence in self._running})
+        if self.running:
+            steps.append({sequence.drafter.name for sequence in self._table.running})
         decode(self)
 
     monkeypatch.setattr(Engine, "_decode", watched)
@@ -210,15 +211,15 @@ def test_a_request_of_nonsense_is_its_own_fault(service: EngineService) -> None:
 
 def test_a_move_that_fails_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails once while a gap is closed; what had ended and what was running both come back."""
-    move, failures = SlotCache.move, [1]
+    copy, failures = SlotCache.copy, [1]
 
     def fragile(self: SlotCache, *columns: int) -> None:
         if failures:
             failures.pop()
             raise RuntimeError("injected failure")
-        move(self, *columns)
+        copy(self, *columns)
 
-    monkeypatch.setattr(SlotCache, "move", fragile)
+    monkeypatch.setattr(SlotCache, "copy", fragile)
     requests = [request(f"m{i}", 4 + i, max_new_tokens=3 + 5 * i) for i in range(5)]
     with EngineService(esp("llama", 4)) as service:
         futures = [service.submit(item) for item in requests]

@@ -29,11 +29,16 @@ def expected(family: str, item: Request, max_length: int | None = None) -> refer
     return reference.decode(tiny_model(family), item, max_length)
 
 
-def esp(family: str, slots: int = 3, max_length: int | None = None, **drafter: object) -> Engine:
+ENGINE_OPTIONS = {"max_length", "prefill_tokens", "prefix_reuse", "cache_bytes"}
+
+
+def esp(family: str, slots: int = 3, **options: object) -> Engine:
+    """An engine with ESP and plain decoding; options are the engine's or the drafter's."""
     model = tiny_model(family)
-    options = drafter or {"masks": 2, "block_complexity": 30}
-    probe = ProbeDrafter(model.embed, **options)
-    return Engine(model, [probe, NoDrafter()], slots=slots, max_length=max_length)
+    engine = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
+    drafter = {name: value for name, value in options.items() if name not in ENGINE_OPTIONS}
+    probe = ProbeDrafter(model.embed, **(drafter or {"masks": 2, "block_complexity": 30}))
+    return Engine(model, [probe, NoDrafter()], slots=slots, **engine)
 
 
 def assert_equal(family: str, requests: list[Request], done: list[Completion], max_length: int | None = None) -> None:
@@ -171,13 +176,18 @@ def test_the_engine_can_be_used_again() -> None:
 
 
 def test_long_prompts_prefill_in_chunks_and_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esp_worker.engine.PREFILL_CHUNK", 8)
     monkeypatch.setattr("esp_worker.cache.COLUMN_STEP", 16)
     requests = mixed_requests()
-    done = list(esp("gemma3").generate(requests))
+    done = list(esp("gemma3", prefill_tokens=8, prefix_reuse=False).generate(requests))
     assert_equal("gemma3", requests, done)
-    assert {c.request_id: c.stats.prefill_calls for c in done}["r40"] == 5
-    assert {c.request_id: c.stats.prefill_calls for c in done}["r9"] == 2
+    stats = {completion.request_id: completion.stats for completion in done}
+    assert stats["r1"].prefill_calls == 1
+    assert stats["r40"].prefill_calls >= 5
+    for item in requests:
+        assert (stats[item.request_id].prefill_tokens, stats[item.request_id].cached_tokens) == (
+            len(item.prompt_ids),
+            0,
+        )
 
 
 def test_the_drafter_sees_every_committed_token_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

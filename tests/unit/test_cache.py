@@ -50,9 +50,9 @@ def test_compaction_reads_all_before_it_writes(cache: SlotCache) -> None:
     assert seen.tolist() == [[1, 3, 4, 5], [11, 14, 15, 14]]
 
 
-def test_move(cache: SlotCache) -> None:
+def test_copy(cache: SlotCache) -> None:
     write(cache, 0, [0, 0, 0], torch.tensor([[1, 2], [11, 12], [21, 22]]))
-    cache.move(2, 0, 2)
+    cache.copy(2, 0, 2)
     (seen, _) = write(cache, 0, [2, 2], torch.tensor([[23], [13]]))
     assert seen.tolist() == [[21, 22, 23], [11, 12, 13]]
 
