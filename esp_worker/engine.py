@@ -243,6 +243,7 @@ class Engine:
         self._alone = max(self._alone - 1, 0)
         self._finished.append(sequence.completion())
 
+    @torch.inference_mode()
     def _drop(self, sequence: ActiveSequence) -> None:
         for lane in self._lanes.values():
             if sequence in lane.waiting:
