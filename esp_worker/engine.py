@@ -201,7 +201,7 @@ class Engine:
         embeds = self.model.embed(prompt)
         sequence.state = drafter.start(embeds)
         # Mask j stands at position P - 1 + j and serves depth j of the first tree, as a probe of a root at P - 1 would.
-        masks = Room(sequence.limit, self.max_length - len(prompt)).masks(drafter.masks)
+        masks = Room(sequence.limit).masks(drafter.masks)
         if masks:
             embeds = torch.cat([embeds, drafter.mask_embeds(sequence.state)[:masks].to(embeds.dtype)])
         start = 0
@@ -241,7 +241,7 @@ class Engine:
             sequence.stats.batch_sum += len(running)
 
     def _room(self, sequence: _Sequence) -> Room:
-        return Room(sequence.limit - len(sequence.output), self.max_length - 1 - sequence.length)
+        return Room(sequence.limit - len(sequence.output))
 
     def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
         """Hidden states [B, N, H] of every sequence's block. Rows that pad a narrower block see only themselves."""
