@@ -129,35 +129,36 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
 
     Raises ConfigError naming the setting that is wrong.
     """
-    varied = [
-        dict(zip(dict(options.vary), values, strict=True)) for values in itertools.product(*_values(options.vary))
+    keys = [key for key, _ in (*options.decoder, *options.vary)]
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:
+        raise ConfigError(f"decoder.{twice[0]}: given twice; give its values in one --decoder or --vary")
+    ways = [[(key, value) for value in values.split(",")] for key, values in options.vary]
+    esp = [
+        (_esp_config([*options.decoder, *way], bc), dict(way)) for bc in options.bc for way in itertools.product(*ways)
     ]
-    esp = [(_esp_config(options.decoder, bc, extra), extra) for bc in options.bc for extra in varied]
-    sides = {"ar": [(parse_decoder({"method": "ar"}), {})], "esp": esp}
+    variants = {"ar": [(parse_decoder({"method": "ar"}), {})], "esp": esp}
     return [
-        Side(config, slots, extra)
+        Side(config, slots, varied)
         for slots in options.slots
         for method in options.methods
-        for config, extra in sides[method]
+        for config, varied in variants[method]
     ]
 
 
-def _values(vary: Sequence[tuple[str, str]]) -> list[list[str]]:
-    return [values.split(",") for _, values in vary]
-
-
-def _esp_config(common: Sequence[tuple[str, str]], bc: int | None, varied: Mapping[str, str]) -> DecoderConfig:
-    settings: dict[str, Any] = {"method": "esp", "block_complexity": bc}
-    for key, text in [*common, *varied.items()]:
+def _esp_config(texts: Iterable[tuple[str, str]], bc: int | None) -> DecoderConfig:
+    settings: dict[str, Any] = {"block_complexity": bc}
+    for key, text in texts:
         settings |= _setting(key, text)
+    if "branches" in settings:
+        settings.setdefault("masks", len(settings["branches"]))
     return parse_decoder(settings)
 
 
 def _setting(key: str, text: str) -> dict[str, Any]:
     """One setting from its text, which is YAML; tree=7x2 is the static tree of these widths."""
     if key == "tree" and re.fullmatch(r"\d+(x\d+)*", text):
-        widths = [int(width) for width in text.split("x")]
-        return {"tree": "static", "branches": widths, "masks": len(widths)}
+        return {"tree": "static", "branches": [int(width) for width in text.split("x")]}
     try:
         return {key: yaml.safe_load(text)}
     except yaml.YAMLError as error:
