@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from esp_worker.cache import rounded
-from esp_worker.drafters.base import Drafter, Room
+from esp_worker.drafters.base import Drafter
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
 from esp_worker.sampling import NoTokenError, select_token, token_logprobs, why_no_token
@@ -341,7 +341,8 @@ class Engine:
         first, end = sequence.filled, sequence.filled + tokens
         embeds = self.model.embed(torch.tensor(sequence.context[first:end], device=self.model.device))
         prompt_ends = end == sequence.length and not sequence.output
-        masks = self._prompt_masks(sequence) if prompt_ends else 0
+        # Mask j stands at position P - 1 + j and serves depth j of the first tree, as a probe of a root at P - 1 would.
+        masks = sequence.room.masks(sequence.drafter.masks) if prompt_ends else 0
         if masks:
             mask_embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
             embeds = torch.cat([embeds, mask_embeds.to(embeds.dtype)])
@@ -362,12 +363,6 @@ class Engine:
         sequence.started = time.perf_counter()
         prompt = torch.tensor(sequence.request.prompt_ids, device=self.model.device)
         sequence.state = sequence.drafter.start(self.model.embed(prompt))
-
-    def _prompt_masks(self, sequence: ActiveSequence) -> int:
-        """Useful mask tokens: the j-th stands at position P - 1 + j and serves depth j of the first tree, as a probe of
-        a root at P - 1 would."""
-        room = Room(sequence.limit, self.max_length - len(sequence.request.prompt_ids))
-        return room.masks(sequence.drafter.masks)
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
@@ -391,10 +386,7 @@ class Engine:
     def _decode(self) -> None:
         began = time.perf_counter()
         running = self._table.running
-        drafts = [
-            sequence.drafter.draft(sequence.state, sequence.output[-1], sequence.room(self.max_length))
-            for sequence in running
-        ]
+        drafts = [sequence.drafter.draft(sequence.state, sequence.output[-1], sequence.room) for sequence in running]
         if drafts:
             rows = max(draft.shape.rows for draft in drafts)
             self._make_columns(max(sequence.length for sequence in running) + rows)

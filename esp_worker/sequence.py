@@ -38,9 +38,10 @@ class ActiveSequence:
         """Context columns."""
         return len(self.request.prompt_ids) + max(len(self.output) - 1, 0)
 
-    def room(self, max_length: int) -> Room:
-        """What its next block may use, in a context of max_length."""
-        return Room(self.limit - len(self.output), max_length - 1 - self.length)
+    @property
+    def room(self) -> Room:
+        """What its next block may use."""
+        return Room(self.limit - len(self.output))
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Append a run of tokens up to where the sequence ends; how many more the output has now.

@@ -2,18 +2,20 @@
 
 A block's rows: [root | draft nodes, every parent before its children | probe rows, grouped by owner].
 Row 0 is the root (the last committed token, not yet in the KV cache); node i is row i + 1; owners are root and nodes.
-k probe rows (mask tokens) belong to each owner that probes. N rows in all; in the paper every owner probes, and
-N = block complexity = (k + 1)(1 + nodes).
+k probe rows (mask tokens) belong to each owner. N rows in all, the block complexity; in the paper root and every node
+are owners, and N = (k + 1)(1 + nodes).
 
-A shape (parents, owners, k) recurs from step to step, so its visibility and position offsets are built once and
-reused (the paper's efficient form, appendix E, for every tree shape rather than for one static tree).
+P(node) is the draft's own estimate that the model's path goes through a node: the product of the masks' probabilities
+down to it. P(root) = 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import torch
 
@@ -22,10 +24,12 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Draft nodes under the root. tokens[i] is node i's token, parents[i] the row of its parent (0: the root)."""
+    """Draft nodes under the root. tokens[i] is node i's token, parents[i] the row of its parent (0: the root), probs[i]
+    its P (empty in a tree that nothing estimated)."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    probs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -44,17 +48,12 @@ class TokenTree:
 EMPTY_TREE = TokenTree()
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What one sequence asks of the next step: a tree, the rows that own probes, and probes per owner (masks)."""
-
-    tree: TokenTree = EMPTY_TREE
-    owners: tuple[int, ...] = ()
-    masks: int = 0
-
-    @property
-    def shape(self) -> BlockShape:
-        return block_shape(self.tree.parents, self.owners, self.masks)
+def row_depths(parents: Sequence[int]) -> tuple[int, ...]:
+    """Depth of root and nodes, by row."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return tuple(depths)
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,7 @@ class BlockShape:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of root and nodes, by row."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
+        return row_depths(self.parents)
 
     def probe_rows(self, owner: int) -> range:
         """Rows of the probes that `owner` owns; empty when it owns none."""
@@ -118,12 +114,49 @@ class BlockShape:
 @lru_cache(maxsize=4096)
 def block_shape(parents: tuple[int, ...], owners: tuple[int, ...], masks: int) -> BlockShape:
     """The one BlockShape of these arguments, so that its tensors are built once."""
-    return BlockShape(parents, owners if masks else (), masks)
+    return BlockShape(parents, owners, masks)
 
 
-def block_complexity(masks: int, nodes: int) -> int:
-    """BC: rows of a block in which the root and every node own `masks` probes."""
-    return (masks + 1) * (1 + nodes)
+# How a step comes by its shape (the paper's table 4). Shapes recur, so the efficient form keeps them (appendix E, for
+# every tree rather than for one static tree); the naive form builds visibility and offsets anew at each step.
+SHAPE_MAKERS: dict[str, Callable[[tuple[int, ...], tuple[int, ...], int], BlockShape]] = {
+    "efficient": block_shape,
+    "naive": BlockShape,
+}
+
+
+ROOT_ALONE = block_shape((), (), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What one sequence asks of the next step: a tree, and the shape of the block that verifies and probes it."""
+
+    tree: TokenTree = EMPTY_TREE
+    shape: BlockShape = ROOT_ALONE
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Rows that own probes."""
+        return self.shape.owners
+
+    @property
+    def masks(self) -> int:
+        """Probes per owner."""
+        return self.shape.masks
+
+
+def block_complexity(masks: int, nodes: int, owners: int | None = None) -> int:
+    """BC: rows of a block in which `owners` of root and nodes (None: all of them) have `masks` probes each."""
+    tokens = 1 + nodes
+    return tokens + masks * (tokens if owners is None else min(owners, tokens))
+
+
+def affordable_nodes(block_complexity: int, masks: int, owners: int | None = None) -> int:
+    """Most nodes of a block of that many rows, probes included; below 1 where it is too small for a draft."""
+    if owners is None:
+        return block_complexity // (masks + 1) - 1
+    return block_complexity - 1 - masks * owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +168,11 @@ class Candidates:
 
     def best(self, count: int, exclude: int | None) -> list[tuple[int, float]]:
         """The `count` most probable (token, probability) but for `exclude` (pruned: the next best takes its place)."""
-        pairs = ((t, p) for t, p in zip(self.tokens, self.probs, strict=True) if t != exclude)
-        return [pair for pair, _ in zip(pairs, range(count), strict=False)]
+        return list(islice(self.without(exclude), count))
+
+    def without(self, exclude: int | None) -> Iterator[tuple[int, float]]:
+        """(token, probability), best first, but for `exclude`."""
+        return ((t, p) for t, p in zip(self.tokens, self.probs, strict=True) if t != exclude)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +214,11 @@ def _to_tree(grown: Sequence[_Grown], kept: Sequence[int]) -> TokenTree:
     """Principal chain first, so that the usual accepted path already lies where the cache wants it."""
     order = sorted(kept, key=lambda i: (not grown[i].principal, i))
     row = {-1: ROOT} | {index: position + 1 for position, index in enumerate(order)}
-    return TokenTree(tuple(grown[i].token for i in order), tuple(row[grown[i].parent] for i in order))
+    return TokenTree(
+        tuple(grown[i].token for i in order),
+        tuple(row[grown[i].parent] for i in order),
+        tuple(grown[i].prob for i in order),
+    )
 
 
 def static_tree(
@@ -201,3 +241,43 @@ def dynamic_tree(
     grown = _grow(levels, widths, root_token, prune)
     kept = sorted(range(len(grown)), key=lambda i: -grown[i].prob)[:nodes]
     return _to_tree(grown, kept)
+
+
+def best_first_tree(
+    levels: Sequence[Candidates], nodes: int, root_token: int, prune: PruneRule, max_depth: int
+) -> TokenTree:
+    """The `nodes` most probable of all paths: p_1 hangs below the root, p_i below every node of depth i - 1.
+
+    Ties go to the shallower node, then to the parent that came first, then to the better candidate.
+    """
+    levels = levels[:max_depth]
+    grown: list[_Grown] = []
+    # One candidate waits per open parent, its best that the tree lacks: those behind it, and all below, are no better.
+    waiting: list[tuple[float, int, int, int, int]] = []  # -P, depth, parent (index in grown), rank, token
+    below: dict[int, tuple[float, int, Iterator[tuple[int, float]]]] = {}  # parent -> its P, its children's depth, they
+
+    def open_parent(parent: int, token: int, prob: float, depth: int) -> None:
+        if depth < len(levels):
+            below[parent] = (prob, depth + 1, levels[depth].without(prune.excluded(depth + 1, token)))
+            offer(parent, rank=0)
+
+    def offer(parent: int, rank: int) -> None:
+        parent_prob, depth, candidates = below[parent]
+        for token, prob in islice(candidates, 1):
+            heapq.heappush(waiting, (-parent_prob * prob, depth, parent, rank, token))
+
+    open_parent(-1, root_token, 1.0, depth=0)
+    while waiting and len(grown) < nodes:
+        negative, depth, parent, rank, token = heapq.heappop(waiting)
+        offer(parent, rank + 1)
+        open_parent(len(grown), token, -negative, depth)
+        grown.append(_Grown(token, -negative, parent, rank == 0 and (parent < 0 or grown[parent].principal)))
+    return _to_tree(grown, range(len(grown)))
+
+
+def ending_probs(tree: TokenTree) -> list[float]:
+    """By row, P that it is the deepest accepted one: P(row) less what its drafted children take of it."""
+    ending = [1.0, *tree.probs]
+    for parent, prob in zip(tree.parents, tree.probs, strict=True):
+        ending[parent] -= prob
+    return ending

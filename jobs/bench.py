@@ -1,6 +1,7 @@
-"""`python -m jobs.bench decode`: methods side by side on one engine, one machine, one run.
+"""`python -m jobs.bench decode`: methods and settings side by side on one model, one machine, one run.
 
-The sides alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
+A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
+alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
 line of stdout is one JSON document.
 """
 
@@ -10,44 +11,57 @@ import argparse
 import itertools
 import json
 import random
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from esp_worker.accel import accelerate
 from esp_worker.checkpoint import Checkpoint, ModelError, resolve
-from esp_worker.drafters.base import Drafter
-from esp_worker.drafters.none import NoDrafter
-from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.types import Completion, Request, SamplingParams
 from jobs.runtime import machine, versions
+from pipeline.actor import make_drafters
+from pipeline.config import DecoderConfig, parse_decoder
+from pipeline.errors import ConfigError
 from pipeline.prepare import load_tokenizer
 
 METHODS = ("ar", "esp")
 LONGEST_PROMPT_CHARS = 900  # longer prompts are left out unless --max-chars says otherwise
 
 
+# Settings that have a flag of their own.
+FLAG_OF = {"method": "--methods", "block_complexity": "--bc", "branches": "tree=7x2 (the widths of a static tree)"}
+
+
 @dataclass(frozen=True)
 class Side:
-    """One setting that is timed. bc: block complexity, None for plain decoding."""
+    """What is timed. varied: the settings that --vary gave this side, as they were written."""
 
-    method: str
-    bc: int | None
+    config: DecoderConfig
     slots: int
+    varied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bc(self) -> int | None:
+        """Block complexity; plain decoding has none."""
+        return self.config.block_complexity if self.config.method == "esp" else None
 
     @property
     def label(self) -> str:
-        return self.method if self.bc is None else f"{self.method} bc {self.bc}"
+        rows = [] if self.bc is None else [f"bc {self.bc}"]
+        settings = [f"{key} {value}" for key, value in self.varied.items()]
+        return ", ".join([" ".join([self.config.method, *rows]), *settings, f"{self.slots} slots"])
 
 
 @dataclass
@@ -78,22 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
     try:
+        sides = make_sides(options)
         checkpoint = resolve(options.model)
         model = load_model(checkpoint.folder, dtype=options.dtype, device=options.device)
         kernels = accelerate(model) if options.kernels == "auto" else "stock kernels"
         requests = read_requests(options, checkpoint)
-    except (ModelError, ValueError, OSError) as error:
+    except (ConfigError, ModelError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     ceiling = measure_ceiling(model)
-    sides = [
-        Side(method, bc, slots)
-        for slots in options.slots
-        for method in options.methods
-        for bc in (options.bc if method == "esp" else [None])
-    ]
-    timings = run_sides(model, sides, requests, options)
-    results = [_result(side, timings) for side in sides]
+    timings = run_sides(model, sides, requests, options.repeat)
+    plain = {side.slots: timing for side, timing in zip(sides, timings, strict=True) if side.config.method == "ar"}
+    results = [_result(side, timing, plain.get(side.slots)) for side, timing in zip(sides, timings, strict=True)]
     about = {
         "machine": machine(),
         "versions": versions(),
@@ -104,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kernels": kernels,
         "prompts": len(requests),
         "new_tokens": options.new,
-        "masks": options.masks,
+        "decoder": dict(options.decoder),
         "temperature": options.temperature,
         "repeat": options.repeat,
         "ceiling": ceiling,
@@ -114,38 +124,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_sides(
-    model: CausalModel, sides: Sequence[Side], requests: Sequence[Request], options: argparse.Namespace
-) -> dict[Side, Timing]:
+def make_sides(options: argparse.Namespace) -> list[Side]:
+    """--slots x --methods x --bc x every --vary; plain decoding, which these do not concern, once for each of --slots.
+
+    Raises ConfigError naming the setting that is wrong.
+    """
+    keys = [key for key, _ in (*options.decoder, *options.vary)]
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:
+        raise ConfigError(f"decoder.{twice[0]}: given twice; give its values in one --decoder or --vary")
+    ways = [[(key, value) for value in values.split(",")] for key, values in options.vary]
+    esp = [
+        (_esp_config([*options.decoder, *way], bc), dict(way)) for bc in options.bc for way in itertools.product(*ways)
+    ]
+    variants = {"ar": [(parse_decoder({"method": "ar"}), {})], "esp": esp}
+    return [
+        Side(config, slots, varied)
+        for slots in options.slots
+        for method in options.methods
+        for config, varied in variants[method]
+    ]
+
+
+def _esp_config(texts: Iterable[tuple[str, str]], bc: int | None) -> DecoderConfig:
+    settings: dict[str, Any] = {"block_complexity": bc}
+    for key, text in texts:
+        settings |= _setting(key, text)
+    if "branches" in settings:
+        settings.setdefault("masks", len(settings["branches"]))
+    return parse_decoder(settings)
+
+
+def _setting(key: str, text: str) -> dict[str, Any]:
+    """One setting from its text, which is YAML; tree=7x2 is the static tree of these widths."""
+    if key == "tree" and re.fullmatch(r"\d+(x\d+)*", text):
+        return {"tree": "static", "branches": [int(width) for width in text.split("x")]}
+    try:
+        return {key: yaml.safe_load(text)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"decoder.{key}: {text} is not valid YAML: {error}") from error
+
+
+def run_sides(model: CausalModel, sides: Sequence[Side], requests: Sequence[Request], repeat: int) -> list[Timing]:
     """Every side once per repeat, in turn; a short run of each first, which is not counted."""
-    engines = {side: Engine(model, [_drafter(side, model, options)], slots=side.slots) for side in sides}
-    for engine in engines.values():
+    engines = [Engine(model, make_drafters(side.config, model), slots=side.slots) for side in sides]
+    for engine in engines:
         list(engine.generate(requests[:1]))
-    timings = {side: Timing() for side in sides}
-    for repeat, side in itertools.product(range(options.repeat), sides):
-        began = time.perf_counter()
-        done = list(engines[side].generate(requests))
-        timings[side].add(time.perf_counter() - began, done)
-        print(f"repeat {repeat + 1}: {side.label}, {side.slots} slots", file=sys.stderr)
+    timings = [Timing() for _ in sides]
+    for number in range(repeat):
+        for side, engine, timing in zip(sides, engines, timings, strict=True):
+            began = time.perf_counter()
+            done = list(engine.generate(requests))
+            timing.add(time.perf_counter() - began, done)
+            print(f"repeat {number + 1}: {side.label}", file=sys.stderr)
     return timings
 
 
-def _drafter(side: Side, model: CausalModel, options: argparse.Namespace) -> Drafter:
-    if side.bc is None:
-        return NoDrafter()
-    return ProbeDrafter(model.embed, masks=options.masks, block_complexity=side.bc, prune=options.prune)
-
-
-def _result(side: Side, timings: dict[Side, Timing]) -> dict[str, Any]:
+def _result(side: Side, timing: Timing, plain: Timing | None) -> dict[str, Any]:
     """One entry of `results`; speed-up and exact match are against plain decoding with the same slots."""
-    timing = timings[side]
-    plain = timings.get(Side("ar", None, side.slots))
     same = None if plain is None else [plain.outputs[name] == tokens for name, tokens in timing.outputs.items()]
     after_first = timing.tokens - len(timing.outputs)
     return {
-        "method": side.method,
+        "method": side.config.method,
         "bc": side.bc,
         "slots": side.slots,
+        "varied": dict(side.varied),
+        "decoder": side.config.model_dump(),
         "tokens": timing.tokens,
         "seconds": round(median(timing.seconds), 3),
         "tokens_per_s": round(timing.tokens_per_s, 2),
@@ -223,11 +267,12 @@ def _best(work: Callable[[], torch.Tensor], times: int = 7) -> float:
 
 def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     ceiling = about["ceiling"]
+    settings = "".join(f", {key} {value}" for key, value in about["decoder"].items())
     console = Console(width=120)
     console.print(
         f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
         f"{about['model']}, {about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, "
-        f"{about['masks']} masks, temperature {about['temperature']}, median of {about['repeat']}",
+        f"temperature {about['temperature']}{settings}, median of {about['repeat']}",
         highlight=False,
     )
     console.print(
@@ -236,13 +281,21 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
         f"ms, rows are nearly free up to about {ceiling['rows_at_ridge']}",
         highlight=False,
     )
-    columns = ("method", "bc", "slots", "tokens/s", "vs ar", "tau", "rows/call", "decode calls", "exact match")
-    table = Table(*columns)
+    varied = list(dict.fromkeys(key for result in results for key in result["varied"]))
+    figures = {
+        "tokens/s": "tokens_per_s",
+        "vs ar": "speedup_vs_ar",
+        "tau": "tau",
+        "rows/call": "rows_per_call",
+        "decode calls": "decode_calls",
+    }
+    table = Table("method", "bc", *varied, "slots", *figures, "exact match")
     for result in results:
-        keys = ("method", "bc", "slots", "tokens_per_s", "speedup_vs_ar", "tau", "rows_per_call", "decode_calls")
-        cells = ["-" if result[key] is None else str(result[key]) for key in keys]
+        cells = [result["method"], result["bc"], *(result["varied"].get(key) for key in varied), result["slots"]]
+        cells += [result[key] for key in figures.values()]
         rate = result["exact_match_rate"]
-        table.add_row(*cells, "-" if rate is None else f"{rate:.1%}")
+        cells.append(None if rate is None else f"{rate:.1%}")
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
 
 
@@ -255,10 +308,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--model", required=True, help="hub id, folder, .gguf file or package:NAME/FILE")
     decode.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`")
     decode.add_argument("--methods", type=_methods, default=list(METHODS), metavar="ar,esp")
-    decode.add_argument("--bc", type=_numbers, default=[30], metavar="10,30,60", help="block complexities of esp")
+    decode.add_argument(
+        "--bc", type=_numbers, default=[None], metavar="10,30,60", help="block complexities of esp (default: the job's)"
+    )
+    decode.add_argument(
+        "--decoder",
+        type=_key_and_text,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a decoder setting of every esp side, such as masks=2; repeatable",
+    )
+    decode.add_argument(
+        "--vary",
+        type=_key_and_text,
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="a decoder setting with several values, a side each, such as impl=naive,efficient or\n"
+        "tree=dynamic,best_first,7x2 (7x2: a static tree of these widths); repeatable",
+    )
     decode.add_argument("--slots", type=_numbers, default=[1], metavar="1,16")
-    decode.add_argument("--masks", type=int, default=1)
-    decode.add_argument("--prune", choices=("all", "deep", "none"), default="all")
     decode.add_argument("--new", type=int, default=64, help="max_new_tokens")
     decode.add_argument("--count", type=int, help="how many of the prompts (a fixed random sample)")
     decode.add_argument("--seed", type=int, default=1, help="of that sample")
@@ -277,6 +347,15 @@ def _methods(text: str) -> list[str]:
     if not set(methods) <= set(METHODS):
         raise argparse.ArgumentTypeError(f"{text}: methods are {', '.join(METHODS)}")
     return methods
+
+
+def _key_and_text(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not (key and separator and value):
+        raise argparse.ArgumentTypeError(f"{text}: expected a decoder setting and its value, such as masks=2")
+    if key in FLAG_OF:
+        raise argparse.ArgumentTypeError(f"{text}: use {FLAG_OF[key]} for {key}")
+    return key, value
 
 
 def _numbers(text: str) -> list[int]:

@@ -237,9 +237,13 @@ def make_drafters(config: DecoderConfig, model: CausalModel) -> list[Drafter]:
         model.embed,
         masks=config.masks,
         block_complexity=config.block_complexity,
+        tree=config.tree,
         branches=config.branches,
+        probe_owners=config.owner_count,
         prune=config.prune,
         ema=config.ema,
         init=config.init,
+        init_offset=config.init_offset,
+        impl=config.impl,
     )
     return [probe, NoDrafter()]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from esp_worker.tree import block_complexity
 from pipeline.errors import ConfigError
 from pipeline.schema import reserved_columns
 
@@ -91,51 +92,100 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
 
 
+def _owner_count(value: object) -> object:
+    """In place of a union's own messages, which would name its branches and not the setting."""
+    if not _is_owner_count(value):
+        raise ValueError(f"give all, or how many rows own probes, at least 1 (got {value!r})")
+    return value
+
+
+def _is_owner_count(value: object) -> bool:
+    return value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
 class DecoderConfig(Section):
-    """The method. See the README's table of settings; the terms are the paper's."""
+    """The method. See the README's table of settings; the terms are the paper's.
+
+    block_complexity is the rows of a decode call. With probe_owners: all a block of n nodes has (masks+1)(1+n), with N
+    owners 1 + n + masks * min(N, 1+n). A static tree has the rows of its branches; fewer owners only drop probes from
+    it. The other kinds have the nodes that block_complexity leaves.
+    """
 
     method: Literal["esp", "ar"] = "esp"
     masks: int = Field(1, ge=1, le=8)
     block_complexity: int | None = Field(None, ge=2)
-    tree: Literal["dynamic", "static"] = "dynamic"
+    tree: Literal["dynamic", "static", "best_first"] = "dynamic"
     branches: list[Annotated[int, Field(ge=1)]] | None = None
+    probe_owners: Annotated[Literal["all"] | int, BeforeValidator(_owner_count)] = "all"
     prune: Literal["all", "deep", "none"] = "all"
     ema: float = Field(0.1, ge=0, le=1)
-    init: Literal["mean", "last_k"] = "mean"
+    init: Literal["mean", "last_k", "sample", "offset"] = "mean"
+    init_offset: float = 1.0
+    impl: Literal["efficient", "naive"] = "efficient"
 
     @model_validator(mode="before")
     @classmethod
     def _derive_block_complexity(cls, data: Any) -> Any:
-        """BC = (k+1)(1 + sum K_i) for a static tree (paper, section 3); 30 is the dynamic tree's default."""
+        """A static tree's follows from its branches (paper, section 3); 30 is the other trees' default."""
         if not isinstance(data, dict):
             return data
-        static = data.get("tree") == "static"
-        branches, masks, given = data.get("branches"), data.get("masks", 1), data.get("block_complexity")
-        if not static and branches is not None:
-            raise ValueError("branches belong to tree: static; a dynamic tree takes block_complexity")
-        if not static:
+        tree, branches = data.get("tree", "dynamic"), data.get("branches")
+        masks, given = data.get("masks", 1), data.get("block_complexity")
+        if tree != "static" and branches is not None:
+            raise ValueError(f"branches belong to tree: static; tree: {tree} takes block_complexity")
+        if tree != "static":
             return {**data, "block_complexity": 30 if given is None else given}
         if not isinstance(branches, list) or not all(isinstance(b, int) for b in branches):
             raise ValueError("tree: static needs branches, a list of widths, one a mask, such as [14] or [7, 2]")
         if len(branches) != masks:
             raise ValueError(f"branches {branches} has {len(branches)} widths for masks: {masks}; give one a mask")
-        block_complexity = (masks + 1) * (1 + sum(branches))
-        if given is not None and given != block_complexity:
+        owners = data.get("probe_owners", "all")
+        if not _is_owner_count(owners):
+            return data  # the field's own check says so
+        rows = block_complexity(masks, sum(branches), None if owners == "all" else owners)
+        if given is not None and given != rows:
+            formula = "(masks+1)(1+sum)" if owners == "all" else "1 + sum + masks * min(probe_owners, 1+sum)"
             raise ValueError(
                 f"block_complexity: {given} is not that of branches {branches} with {masks} masks, "
-                f"(masks+1)(1+sum) = {block_complexity}; leave block_complexity out"
+                f"{formula} = {rows}; leave block_complexity out"
             )
-        return {**data, "block_complexity": block_complexity}
+        return {**data, "block_complexity": rows}
+
+    @model_validator(mode="after")
+    def _settings_that_apply(self) -> Self:
+        idle = [name for name in ("probe_owners", "init_offset", "impl") if self._is_changed(name)]
+        if self.method == "ar" and idle:
+            raise ValueError(f"{', '.join(idle)}: method: ar drafts nothing; leave them out, or set method: esp")
+        if self.init != "offset" and self._is_changed("init_offset"):
+            raise ValueError(f"init_offset belongs to init: offset; leave it out of init: {self.init}")
+        return self
+
+    def _is_changed(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @model_validator(mode="after")
     def _room_for_a_node(self) -> Self:
+        """The budget holds a node at least, and no fewer rows than owners: rows set aside for more would lie idle."""
         assert self.block_complexity is not None
-        if self.method == "esp" and self.block_complexity < 2 * (self.masks + 1):
+        if self.method == "ar" or self.tree == "static":
+            return self
+        rows = max(self.owner_count or 2, 2)
+        least = block_complexity(self.masks, rows - 1, self.owner_count)
+        if self.block_complexity < least:
+            short = (
+                f"leaves no row for a draft with {self.masks} masks"
+                if self.owner_count is None
+                else f"cannot hold probe_owners: {self.owner_count} with {self.masks} masks each, and a draft"
+            )
             raise ValueError(
-                f"block_complexity: {self.block_complexity} leaves no row for a draft with {self.masks} masks; "
-                f"at least {2 * (self.masks + 1)} is needed (or method: ar)"
+                f"block_complexity: {self.block_complexity} {short}; at least {least} is needed (or method: ar)"
             )
         return self
+
+    @property
+    def owner_count(self) -> int | None:
+        """probe_owners as a number, None for all."""
+        return None if self.probe_owners == "all" else self.probe_owners
 
 
 class SamplingConfig(Section):
@@ -255,6 +305,14 @@ def parse_config(data: Mapping[str, Any]) -> JobConfig:
         raise ConfigError("\n".join(_problems(error))) from error
 
 
+def parse_decoder(settings: Mapping[str, Any]) -> DecoderConfig:
+    """Validate the decoder's section alone. Raises ConfigError with one line per problem."""
+    try:
+        return DecoderConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems(error, "decoder"))) from error
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     parts = key.strip().split(".")
@@ -273,9 +331,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
 
 
-def _problems(error: ValidationError) -> Iterable[str]:
+def _problems(error: ValidationError, *section: str) -> Iterable[str]:
     for problem in error.errors(include_url=False):
-        location = ".".join(str(part) for part in problem["loc"])
+        location = ".".join(str(part) for part in (*section, *problem["loc"]))
         if problem["type"] == "extra_forbidden":
             yield f"{location}: unknown setting{_nearest(location)}"
         else:

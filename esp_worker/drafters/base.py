@@ -8,24 +8,24 @@ from typing import Any, Protocol
 
 import torch
 
-from esp_worker.tree import Draft, TokenTree, block_shape
+from esp_worker.tree import Draft, TokenTree, row_depths
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a sequence may still use: `tokens` it may commit, `positions` behind the root that the context has."""
+    """What a sequence may still use. tokens: how many it may commit; the context has a position for each of them, and
+    nothing behind the last is of use."""
 
     tokens: int
-    positions: int
 
     @property
     def max_depth(self) -> int:
         """Deepest useful node: a step commits at most depth + 1 tokens."""
-        return max(min(self.tokens - 1, self.positions), 0)
+        return max(self.tokens - 1, 0)
 
     def masks(self, wanted: int) -> int:
         """Useful masks per owner: mask j serves depth j of the next step, which has at most tokens - 1 to commit."""
-        return max(min(wanted, self.tokens - 2, self.positions), 0)
+        return max(min(wanted, self.tokens - 2), 0)
 
 
 class Drafter(Protocol):
@@ -57,7 +57,6 @@ class Drafter(Protocol):
         ...
 
 
-def probing_owners(tree: TokenTree, masks: int, room: Room) -> tuple[int, ...]:
-    """Root and nodes whose probes stay inside the context: all of them, except near its end."""
-    depths = block_shape(tree.parents, (), 0).depths
-    return tuple(row for row, depth in enumerate(depths) if masks and depth + masks <= room.positions)
+def possible_owners(tree: TokenTree, masks: int, room: Room) -> tuple[int, ...]:
+    """Root and nodes whose `masks` probes stay within the room, and so inside the context: all, except near its end."""
+    return tuple(row for row, depth in enumerate(row_depths(tree.parents)) if masks and depth + masks <= room.tokens)

@@ -3,23 +3,39 @@
 Mask tokens drawn from the prompt's own embeddings stand where future tokens will; the frozen model's logits at those
 rows propose them.
 
-k masks m_1..m_k per sequence, H hidden size, V vocabulary. p_j = softmax of the j-th probe row of the deepest accepted
-node: p_1 proposes the token after the new root, p_2 the one after that.
+k masks m_1..m_k per sequence, H hidden size, V vocabulary, P prompt length. p_j = softmax of the j-th probe row of the
+deepest accepted node: p_1 proposes the token after the new root, p_2 the one after that.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 
-from esp_worker.drafters.base import Room, probing_owners
-from esp_worker.tree import PRUNE_RULES, Candidates, Draft, TokenTree, dynamic_tree, static_tree
+from esp_worker.drafters.base import Room, possible_owners
+from esp_worker.tree import (
+    PRUNE_RULES,
+    SHAPE_MAKERS,
+    Candidates,
+    Draft,
+    PruneRule,
+    TokenTree,
+    affordable_nodes,
+    best_first_tree,
+    dynamic_tree,
+    ending_probs,
+    static_tree,
+)
 
-MaskInit = Literal["mean", "last_k"]
+MaskInit = Literal["mean", "last_k", "sample", "offset"]
 Prune = Literal["all", "deep", "none"]
+TreeKind = Literal["dynamic", "static", "best_first"]
+Impl = Literal["efficient", "naive"]
 
 
 @dataclass(slots=True)
@@ -31,7 +47,11 @@ class ProbeState:
 
 
 class ProbeDrafter:
-    """ESP with a dynamic tree (branches None: Algorithm 1 under `block_complexity`) or static branches [K1, K2, ..]."""
+    """ESP. A static tree takes its `branches` [K1, K2, ..]; the other kinds fill `block_complexity` rows.
+
+    probe_owners: how many of root and nodes own probes (None: all). impl: how a step comes by its block's geometry
+    (tree.SHAPE_MAKERS). Settings change how much is accepted and what a step costs, never the tokens.
+    """
 
     name = "esp"
 
@@ -41,44 +61,45 @@ class ProbeDrafter:
         *,
         masks: int = 1,
         block_complexity: int = 30,
+        tree: TreeKind = "dynamic",
         branches: Sequence[int] | None = None,
+        probe_owners: int | None = None,
         prune: Prune = "all",
         ema: float = 0.1,
         init: MaskInit = "mean",
+        init_offset: float = 1.0,
+        impl: Impl = "efficient",
     ) -> None:
-        self._embed = embed
-        self.masks = masks
-        self.nodes = block_complexity // (masks + 1) - 1
-        self.branches = None if branches is None else tuple(branches)
-        self.init: MaskInit = init
-        self._prune = PRUNE_RULES[prune]
-        self._ema = ema
-        if self.branches is not None and len(self.branches) != masks:
-            raise ValueError(f"branches {list(self.branches)} must have one width a mask ({masks})")
-        if self.branches is None and self.nodes < 1:
+        if (tree == "static") != (branches is not None):
+            raise ValueError(f"tree {tree} with branches {branches}: a static tree has branches, no other has")
+        if branches is not None and len(branches) != masks:
+            raise ValueError(f"branches {list(branches)} must have one width a mask ({masks})")
+        nodes = affordable_nodes(block_complexity, masks, probe_owners)
+        if branches is None and nodes < 1:
             raise ValueError(f"block_complexity {block_complexity} leaves no draft row with {masks} masks")
-
-    @property
-    def candidates(self) -> int:
-        """Most candidates that a tree takes from one mask; one more in case pruning drops one."""
-        return (max(self.branches) if self.branches is not None else self.nodes) + 1
+        self.masks = masks
+        # A tree takes at most this many candidates from one mask: all for one parent, which may exclude one of them.
+        self.candidates = 1 + (nodes if branches is None else max(branches))
+        self._embed = embed
+        self._grow = _tree_builder(tree, nodes, branches or (), PRUNE_RULES[prune])
+        self._probe_owners = probe_owners
+        self._ema = ema
+        self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset)
+        self._make_shape = SHAPE_MAKERS[impl]
 
     def start(self, prompt_embeds: torch.Tensor) -> ProbeState:
-        return ProbeState(initial_masks(prompt_embeds, self.masks, self.init))
+        return ProbeState(self._initial_masks(prompt_embeds))
 
     def mask_embeds(self, state: ProbeState) -> torch.Tensor:
         return state.masks
 
     def draft(self, state: ProbeState, root_token: int, room: Room) -> Draft:
-        tree = self._tree(state, root_token, room.max_depth)
+        tree = self._grow(state.levels, root_token=root_token, max_depth=room.max_depth)
         masks = room.masks(self.masks)
-        owners = probing_owners(tree, masks, room)
-        return Draft(tree, owners, masks if owners else 0)
-
-    def _tree(self, state: ProbeState, root_token: int, max_depth: int) -> TokenTree:
-        if self.branches is not None:
-            return static_tree(state.levels, self.branches, root_token, self._prune, max_depth)
-        return dynamic_tree(state.levels, self.nodes, root_token, self._prune, max_depth)
+        owners = possible_owners(tree, masks, room)
+        if self._probe_owners is not None:
+            owners = most_valuable(tree, owners, self._probe_owners)
+        return Draft(tree, self._make_shape(tree.parents, owners, masks if owners else 0))
 
     def observe(
         self,
@@ -95,14 +116,46 @@ class ProbeDrafter:
             state.levels, levels = levels[: len(logits)], levels[len(logits) :]
 
 
-def initial_masks(prompt_embeds: torch.Tensor, masks: int, init: MaskInit) -> torch.Tensor:
-    """[k, H] mask tokens from prompt embeddings [P, H]: their mean for every mask, or the last k of them (m_k the last;
-    a prompt shorter than k repeats its first token)."""
+def _tree_builder(kind: TreeKind, nodes: int, branches: Sequence[int], prune: PruneRule) -> Callable[..., TokenTree]:
+    """(levels, root_token, max_depth) -> tree."""
+    if kind == "static":
+        return partial(static_tree, branches=branches, prune=prune)
+    return partial(dynamic_tree if kind == "dynamic" else best_first_tree, nodes=nodes, prune=prune)
+
+
+def most_valuable(tree: TokenTree, owners: Sequence[int], count: int) -> tuple[int, ...]:
+    """The `count` of `owners` whose probes are most likely to be used, in row order; ties go to the earlier row.
+
+    Only the deepest accepted row's probes are: a row is worth P(it is the deepest).
+    """
+    ending = ending_probs(tree)
+    return tuple(sorted(sorted(owners, key=lambda row: -ending[row])[:count]))
+
+
+def initial_masks(prompt_embeds: torch.Tensor, masks: int, init: MaskInit, offset: float = 1.0) -> torch.Tensor:
+    """[k, H] mask tokens from prompt embeddings [P, H] (paper, tables 5 and 14), mu and sigma being the mean and the
+    deviation of each dimension over the prompt.
+
+    mean: mu for every mask; last_k: the last k embeddings, m_k the last (a prompt shorter than k repeats its first
+    token); sample: N(mu, sigma^2), drawn by the prompt's content alone; offset: mu + offset * sigma for every mask.
+    """
     embeds = prompt_embeds.to(torch.promote_types(prompt_embeds.dtype, torch.float32))
+    if init == "last_k":
+        rows = torch.arange(len(embeds) - masks, len(embeds), device=embeds.device).clamp(min=0)
+        return embeds[rows].clone()
+    mean = embeds.mean(0).expand(masks, -1)
     if init == "mean":
-        return embeds.mean(0).expand(masks, -1).clone()
-    rows = torch.arange(len(embeds) - masks, len(embeds), device=embeds.device).clamp(min=0)
-    return embeds[rows].clone()
+        return mean.clone()
+    sigma = embeds.std(0, correction=0)  # of the prompt's own tokens: 0 where it has one
+    return mean + sigma * (offset if init == "offset" else prompt_noise(prompt_embeds, masks).to(embeds))
+
+
+def prompt_noise(prompt_embeds: torch.Tensor, masks: int) -> torch.Tensor:
+    """[k, H] standard normal noise, in float64 on the CPU, that is a function of the embeddings [P, H] alone."""
+    content = prompt_embeds.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    seed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(masks, prompt_embeds.shape[-1], generator=generator, dtype=torch.float64)
 
 
 def ema_update(masks: torch.Tensor, embeds: torch.Tensor, rate: float) -> torch.Tensor:

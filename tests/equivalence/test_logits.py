@@ -8,10 +8,10 @@ from tiny import FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 
 from esp_worker.cache import SlotCache
 from esp_worker.model import CausalModel
-from esp_worker.tree import Draft, TokenTree
+from esp_worker.tree import Draft, TokenTree, block_shape
 
 TREE = TokenTree(tokens=(3, 4, 5, 6, 7, 8), parents=(0, 1, 0, 1, 2, 3))  # three levels, branches at each
-DRAFT = Draft(TREE, owners=tuple(range(7)), masks=2)
+DRAFT = Draft(TREE, block_shape(TREE.parents, owners=tuple(range(7)), masks=2))
 ROOT = 9
 
 
@@ -94,7 +94,7 @@ def test_changing_one_node_changes_only_its_own_subtree(family: str, node: int) 
     model = tiny_model(family)
     tokens = list(TREE.tokens)
     tokens[node] = VOCAB - 1
-    changed = Draft(TokenTree(tuple(tokens), TREE.parents), DRAFT.owners, DRAFT.masks)
+    changed = Draft(TokenTree(tuple(tokens), TREE.parents), DRAFT.shape)
     before, after = block_logits(model, [12])[0], block_logits(model, [12], changed)[0]
     sees = DRAFT.shape.visible[:, node + 1]
     assert torch.equal(before[~sees], after[~sees])
