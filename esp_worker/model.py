@@ -136,7 +136,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 
 def check_class(hf: PreTrainedModel) -> None:
-    """Refuse a checkpoint's own modelling code: it need not call the attention function that carries the block's mask."""
+    """Refuse a checkpoint's own modelling code: it need not call the attention that is registered here."""
     kind = type(hf)
     if not kind.__module__.startswith("transformers.models."):
         raise ModelError(

