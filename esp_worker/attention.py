@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 ATTENTION_NAME = "esp_tree"
 
-# Per-layer arguments that change the result and that this function does not implement.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+# Per-layer arguments that change the result and that this function does not implement: attention sinks under their two
+# names, added biases, and choices of columns that a layer makes itself.
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class BlockMask:
@@ -72,11 +73,13 @@ def tree_attention(
     block: BlockMask,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of query [B, H, N, D] over key, value [B, G, T, D] under `block`; returns ([B, N, H, D], None).
 
-    The model hands each layer's own sliding_window, so a hybrid model cannot lose it to a shared mask.
+    The model hands each layer's own sliding_window, so a hybrid model cannot lose it to a shared mask. Raises
+    ValueError when it hands an argument that is not implemented here.
     """
     assert attention_mask is None, "the block carries the mask"
     for name in _UNSUPPORTED:
@@ -86,5 +89,23 @@ def tree_attention(
     groups = key.shape[1]
     folded = query.reshape(batch, groups, heads // groups * rows, size)
     mask = block.additive(sliding_window, heads // groups)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _capped_attention(folded, key, value, mask, size**-0.5 if scaling is None else scaling, softcap)
     return out.reshape(batch, heads, rows, size).transpose(1, 2).contiguous(), None
+
+
+def _capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float, cap: float
+) -> torch.Tensor:
+    """Attention of scores capped by cap * tanh(score / cap), which PyTorch's fused kernels do not have.
+
+    Cap, mask, softmax in this order: capped after the mask, a hidden column would come back with -cap. 16 bits are
+    weighed in float32, as Hugging Face's eager attention does.
+    """
+    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / cap) * cap
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights.to(value.dtype) @ value

@@ -5,7 +5,7 @@ B sequences, N rows, R rows of any sequences, H hidden size, V vocabulary, T cac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,29 @@ from esp_worker.checkpoint import ModelError, progress_bars_on_terminals_only
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 # Each is tested token for token against its own stock forward (tests/equivalence). Others are refused by name.
-SUPPORTED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = (
+    "cohere2",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
 # Frequencies that depend on the longest position of the batch would let a neighbour change a row's tokens.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# Layers whose whole state is the KV of the tokens that a row sees.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 DTYPES = {
     "float64": torch.float64,
@@ -83,17 +103,29 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 def check_supported(config: Any) -> None:
     """Refuse, with one line, what tree attention over a slot cache would silently get wrong."""
     kind = config.model_type
+    for reason in _refusals(config):
+        raise ModelError(f"model type {kind} with {reason}")
     if kind not in SUPPORTED:
         raise ModelError(f"model type {kind} is not supported; supported are: {', '.join(SUPPORTED)}")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ModelError(f"model type {kind} with attention soft-capping is not supported")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise ModelError(f"model type {kind} with bidirectional attention is not supported")
+
+
+def _refusals(config: Any) -> Iterator[str]:
+    """What a checkpoint of any type has that is not supported: such settings come before the type, as they say more."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        yield "an encoder or cross-attention is not supported: only decoders are"
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        yield "bidirectional attention is not supported: a token must not see later ones"
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if other := sorted(layer_types - _LAYER_TYPES):
+        yield f"{other[0]} layers is not supported: layers must be of {' or '.join(sorted(_LAYER_TYPES))}"
+    window_on = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if "sliding_attention" in layer_types and not window_on:
+        yield "sliding_attention layers but no window is not supported: set sliding_window (and use_sliding_window)"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        yield "reorder_and_upcast_attn is not supported"
     for rope in _rope_types(config):
         if rope not in _STATIC_ROPE:
-            raise ModelError(
-                f"rope type {rope} is not supported: its frequencies change with the longest position in a batch"
-            )
+            yield f"rope type {rope} is not supported: its frequencies change with the longest position in a batch"
 
 
 def _rope_types(config: Any) -> Iterator[str]:
@@ -103,17 +135,58 @@ def _rope_types(config: Any) -> Iterator[str]:
         yield entry.get("rope_type", "default")
 
 
+def check_class(hf: PreTrainedModel) -> None:
+    """Refuse a checkpoint's own modelling code: it need not call the attention that is registered here."""
+    kind = type(hf)
+    if not kind.__module__.startswith("transformers.models."):
+        raise ModelError(
+            f"model class {kind.__name__} of {kind.__module__} is not transformers' own, and its attention would not "
+            f"see the tree; for transformers' class of type {hf.config.model_type} set model.trust_remote_code: false"
+        )
+
+
+def _after_head(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a family does to its lm_head's logits. By family: others ignore these settings where a config has them."""
+    match config.model_type:
+        case "gemma2" | "gemma3_text" if config.final_logit_softcapping is not None:
+            cap = config.final_logit_softcapping
+            return lambda logits: torch.tanh(logits / cap) * cap
+        case "granite":
+            return lambda logits: logits / config.logits_scaling
+        case "cohere2":
+            return lambda logits: logits * config.logit_scale
+    return lambda logits: logits
+
+
+class _FiniteCache:
+    """What the model sees of a float16 cache: keys and values that overflowed are stored as the largest number.
+
+    A masked column is still multiplied, by zero: one infinity would make NaN of every row that must not see it.
+    """
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(key.nan_to_num(), value.nan_to_num(), layer)
+
+
 class CausalModel:
     """Embeddings, block forward and logits of one frozen model."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         check_supported(hf.config)
+        check_class(hf)
         self._hf: Any = hf.eval().requires_grad_(False)
         self._hf.set_attn_implementation(ATTENTION_NAME)
+        if hf.dtype is torch.float64:  # the grouped kernels of mixtures of experts have no float64
+            self._hf.set_experts_implementation("eager")
         self._backbone = self._hf.base_model
         self._embedding = self._hf.get_input_embeddings()
         self.num_parameters = sum(weight.numel() for weight in self._hf.parameters())  # tied ones once
-        self._softcap = getattr(hf.config, "final_logit_softcapping", None)
+        self._after_head = _after_head(hf.config)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -146,7 +219,7 @@ class CausalModel:
         return SlotCache(
             layers=config.num_hidden_layers,
             slots=slots,
-            kv_heads=config.num_key_value_heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -174,18 +247,22 @@ class CausalModel:
         columns = int(lengths.max()) + rows
         cache.begin(first_slot, lengths, rows, columns)
         block = BlockMask(lengths, positions, visible, columns, self.dtype)
-        out = self._backbone(inputs_embeds=embeds, position_ids=positions, cache=cache, use_cache=True, block=block)
+        seen = _FiniteCache(cache) if self.dtype is torch.float16 else cache
+        out = self._backbone(inputs_embeds=embeds, position_ids=positions, cache=seen, use_cache=True, block=block)
         return out.last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> [R, V], with all that the model does after its lm_head."""
-        logits = self._hf.lm_head(hidden)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._after_head(self._hf.get_output_embeddings()(hidden))
 
     @contextmanager
     def stock(self) -> Iterator[Any]:
-        """The untouched Hugging Face model with its own attention, for the reference."""
-        self._hf.set_attn_implementation("sdpa")
+        """The untouched Hugging Face model with its own attention, for the reference.
+
+        Its SDPA does not have the soft-cap; its eager attention does.
+        """
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        self._hf.set_attn_implementation("eager" if capped else "sdpa")
         try:
             yield self._hf
         finally:
