@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from itertools import product
 from typing import Any
@@ -93,12 +94,16 @@ def test_sampled(family: str, sampling: dict[str, float]) -> None:
         assert_equal(family, requests, list(esp(family).generate(requests, method)))
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    requests = mixed_requests(temperature=1.0, seed=3)
-    alone = {r.request_id: next(iter(esp("gemma3", 1).generate([r]))).token_ids for r in requests}
-    for slots, order in ((3, requests), (8, requests[::-1])):
-        together = {c.request_id: c.token_ids for c in esp("gemma3", slots).generate(order)}
-        assert together == alone
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_its_neighbours(temperature: float) -> None:
+    """16 rows alone, together, shuffled, in 1, 4 and 16 slots, in chunks, by either method: the same tokens."""
+    requests = [request(f"row{i}", 1 + 3 * i, temperature=temperature, seed=i) for i in range(16)]
+    alone = {item.request_id: next(iter(esp("gemma3", 1).generate([item]))).token_ids for item in requests}
+    shuffled = random.Random(1).sample(requests, len(requests))
+    for slots, order in ((1, requests), (4, requests), (4, shuffled), (16, shuffled), (16, requests[::-1])):
+        for method in ("esp", "ar"):
+            engine = esp("gemma3", slots, prefill_tokens=7 if order is shuffled else 512)
+            assert {c.request_id: c.token_ids for c in engine.generate(order, method)} == alone
 
 
 @pytest.mark.parametrize("eos", [[], [5], [4, 5, 6], list(range(VOCAB))])
