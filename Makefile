@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench constraints clean
+.PHONY: help venv demo test test-slow lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -43,6 +43,9 @@ demo: venv ## Decode 24 prompts with a 135M model on the CPU, compare with plain
 
 test: lint ## Lint, then all tests
 	$(BIN)/pytest
+
+test-slow: venv ## The tests that take minutes each (a 2,000-token generation; Gemma 3 270M where its packages are)
+	$(BIN)/pytest -m slow
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .
