@@ -162,3 +162,11 @@ def test_fewer_columns_are_remembered_no_further(table: SlotTable) -> None:
     table.remove(run(table, 1, 2, 3, 4))
     table.resize(4, 2)
     assert run(table, 1, 2, 3, 4).stats.cached_tokens == 2
+
+
+def test_a_chunk_that_fails_half_way_leaves_no_false_memory(table: SlotTable) -> None:
+    table.remove(run(table, 1, 2, 3, 4))
+    table.place(sequence(1, 7, 7, 7), reuse=True)
+    table.cache.held[0][1:] = [99, 99]  # some layers have written, then the pass failed
+    table.clear()
+    assert run(table, 1, 2, 3, 9).stats.cached_tokens == 1
