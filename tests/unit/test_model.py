@@ -56,7 +56,7 @@ def test_every_supported_family_is_tested() -> None:
     ("config", "words"),
     [
         # Unknown types, among them one with attention sinks, with alibi, with a window that only the mask knows.
-        (GptOssConfig(), "model type gpt_oss is not supported; supported are: cohere2, gemma, gemma2,"),
+        (GptOssConfig(), "model type gpt_oss is not supported; supported are: cohere, cohere2, gemma,"),
         (FalconConfig(alibi=True), "model type falcon is not supported"),
         (Qwen2MoeConfig(), "model type qwen2_moe is not supported"),
         (BartConfig(), "model type bart with an encoder or cross-attention is not supported"),
