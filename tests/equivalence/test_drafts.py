@@ -128,7 +128,7 @@ def test_tokens_are_the_references(family: str, tree: Any, probe_owners: int | N
 
 @pytest.mark.parametrize("tree", SETTINGS)
 def test_naive_and_efficient_make_the_same_blocks(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tree, owners, visibility and offsets of every step; one shape is made a step, or none that was made before."""
+    """Tree, owners, visibility and offsets of every step; naive makes a shape for each step, efficient reuses."""
     model = tiny_model("llama")
     made: list[Draft] = []
     draft = ProbeDrafter.draft
