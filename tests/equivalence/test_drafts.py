@@ -2,33 +2,36 @@
 
 The oracle knows nothing of blocks, trees or caches. For each draft it takes the tokens committed so far, makes the mask
 tokens from them one token at a time, and runs the stock model over the whole sequence with the masks behind it.
+
+And no setting of the drafts changes a token.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from tiny import mixed_requests, tiny_model
 
+from esp_worker import reference
 from esp_worker.drafters.base import Room
-from esp_worker.drafters.probe import ProbeDrafter
+from esp_worker.drafters.probe import ProbeDrafter, prompt_noise
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
-from esp_worker.tree import Draft
+from esp_worker.tree import Draft, block_shape
 from esp_worker.types import Completion, Request
 
 EMA = 0.3
+OFFSET = 0.7
 
 
 def oracle(
     model: CausalModel, request: Request, output: tuple[int, ...], last_run: int, k: int, init: str
 ) -> torch.Tensor:
     """[k, V] probabilities behind the draft that follows `output`, whose last `last_run` tokens one call committed."""
-    prompt = model.embed(torch.tensor(request.prompt_ids))
-    last = [prompt[max(len(prompt) - k + j, 0)] for j in range(k)]
-    masks = [prompt.mean(0)] * k if init == "mean" else last
+    masks = first_masks(model.embed(torch.tensor(request.prompt_ids)), k, init)
     for token in output[:-last_run]:  # the masks of the block that made the draft: nothing of its own run is in them
         embed = model.embed(torch.tensor(token))
         masks = [mask + EMA * (embed - mask) for mask in masks]
@@ -38,9 +41,21 @@ def oracle(
     return logits.softmax(-1)
 
 
+def first_masks(prompt: torch.Tensor, k: int, init: str) -> list[torch.Tensor]:
+    """The masks of a prompt's embeddings; only the noise of `sample` is the drafter's own."""
+    mean = sum(prompt) / len(prompt)
+    sigma = (sum((row - mean) ** 2 for row in prompt) / len(prompt)).sqrt()
+    return {
+        "mean": [mean] * k,
+        "last_k": [prompt[max(len(prompt) - k + j, 0)] for j in range(k)],
+        "sample": [mean + noise * sigma for noise in prompt_noise(prompt, k)],
+        "offset": [mean + OFFSET * sigma] * k,
+    }[init]
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize(("k", "init"), [(1, "mean"), (2, "mean"), (3, "last_k")])
+@pytest.mark.parametrize(("k", "init"), [(1, "mean"), (2, "mean"), (3, "last_k"), (2, "sample"), (1, "offset")])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
@@ -54,7 +69,7 @@ def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pyt
         return draft(self, state, root, room)
 
     monkeypatch.setattr(ProbeDrafter, "draft", watched)
-    drafter = ProbeDrafter(model.embed, masks=k, block_complexity=10 * (k + 1), ema=EMA, init=init)
+    drafter = ProbeDrafter(model.embed, masks=k, block_complexity=10 * (k + 1), ema=EMA, init=init, init_offset=OFFSET)
     requests = mixed_requests()
     done = {c.request_id: c for c in Engine(model, [drafter], slots=slots).generate(requests)}
     recorded = list(drafts.values())
@@ -80,3 +95,58 @@ def check(model: CausalModel, request: Request, done: Completion, steps: list[li
             assert list(level.probs) == pytest.approx(probs.tolist(), abs=1e-5)
             compared += 1
     return compared
+
+
+# ------------------------------------------------------------------------------------------------------- every setting
+
+SETTINGS = {
+    "static": {"masks": 2, "branches": [6, 3]},
+    "dynamic": {"masks": 2, "block_complexity": 24},
+    "best_first": {"masks": 2, "block_complexity": 24},
+}
+
+
+@cache
+def expected(family: str) -> dict[str, tuple[int, ...]]:
+    return {r.request_id: reference.decode(tiny_model(family), r).token_ids for r in mixed_requests()}
+
+
+@pytest.mark.parametrize("init", ["mean", "last_k", "sample", "offset"])
+@pytest.mark.parametrize("probe_owners", [None, 1, 3])
+@pytest.mark.parametrize("tree", SETTINGS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tokens_are_the_references(family: str, tree: Any, probe_owners: int | None, init: Any) -> None:
+    model = tiny_model(family)
+    drafter = ProbeDrafter(model.embed, tree=tree, probe_owners=probe_owners, init=init, **SETTINGS[tree])
+    done = list(Engine(model, [drafter], slots=3).generate(mixed_requests()))
+    assert {c.request_id: c.token_ids for c in done} == expected(family)
+    assert sum(c.stats.accepted_tokens for c in done) > 0.05 * sum(c.stats.decode_calls for c in done)
+    rows, calls = sum(c.stats.rows_computed for c in done), sum(c.stats.decode_calls for c in done)
+    most = 10 + 2 * (probe_owners or 10) if tree == "static" else 24
+    assert 2 * calls < rows <= most * calls
+
+
+@pytest.mark.parametrize("tree", SETTINGS)
+def test_naive_and_efficient_make_the_same_blocks(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tree, owners, visibility and offsets of every step; naive makes a shape for each step, efficient reuses."""
+    model = tiny_model("llama")
+    made: list[Draft] = []
+    draft = ProbeDrafter.draft
+
+    def watched(self: ProbeDrafter, state: Any, root: int, room: Room) -> Draft:
+        made.append(draft(self, state, root, room))
+        return made[-1]
+
+    monkeypatch.setattr(ProbeDrafter, "draft", watched)
+    blocks = {}
+    for impl in ("efficient", "naive"):
+        made.clear()
+        drafter = ProbeDrafter(model.embed, tree=tree, impl=impl, **SETTINGS[tree])
+        list(Engine(model, [drafter], slots=3).generate(mixed_requests()))
+        blocks[impl] = list(made)
+    assert blocks["naive"] == blocks["efficient"]
+    for one, other in zip(blocks["naive"], blocks["efficient"], strict=True):
+        assert torch.equal(one.shape.visible, other.shape.visible)
+        assert torch.equal(one.shape.offsets, other.shape.offsets)
+    assert len({id(block.shape) for block in blocks["naive"]}) == len(blocks["naive"])
+    assert all(b.shape is block_shape(b.tree.parents, b.owners, b.masks) for b in blocks["efficient"])

@@ -59,7 +59,9 @@ def test_24_prompts(smollm2: CausalModel, requests: list[Request], expected: dic
 def test_two_masks_and_plain_decoding(
     smollm2: CausalModel, requests: list[Request], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    engine = Engine(smollm2, [ProbeDrafter(smollm2.embed, masks=2, branches=[3, 1]), NoDrafter()], slots=4)
+    engine = Engine(
+        smollm2, [ProbeDrafter(smollm2.embed, masks=2, tree="static", branches=[3, 1]), NoDrafter()], slots=4
+    )
     for method, items in (("esp", requests[:4]), ("ar", requests[4:8])):
         for completion in engine.generate(items, method):
             assert completion.token_ids == expected[completion.request_id]

@@ -20,9 +20,9 @@ TREES = {
     ("dynamic", 1): {"masks": 1, "block_complexity": 20},
     ("dynamic", 2): {"masks": 2, "block_complexity": 30},
     ("dynamic", 3): {"masks": 3, "block_complexity": 40},
-    ("static", 1): {"masks": 1, "branches": [9]},
-    ("static", 2): {"masks": 2, "branches": [7, 2]},
-    ("static", 3): {"masks": 3, "branches": [6, 3, 2]},
+    ("static", 1): {"masks": 1, "tree": "static", "branches": [9]},
+    ("static", 2): {"masks": 2, "tree": "static", "branches": [7, 2]},
+    ("static", 3): {"masks": 3, "tree": "static", "branches": [6, 3, 2]},
 }
 SAMPLING = [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}]
 # Logits are compared for every family and tree row (test_logits.py); here the others run one tree and one sampling.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from jobs.bench import main
+from jobs.bench import _parse, main, make_sides
 
 
 @pytest.fixture
@@ -44,10 +46,97 @@ def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.Captur
     assert all(r["decode_calls"] <= plain["decode_calls"] for r in results)
 
 
+# The paper's pairs: table 4 (implementation), 5 (mask tokens), 13 (pruning); then trees and probe owners.
+@pytest.mark.parametrize(
+    ("extra", "varied"),
+    [
+        (["--vary", "impl=naive,efficient"], [{"impl": "naive"}, {"impl": "efficient"}]),
+        (
+            ["--vary", "init=mean,last_k,sample,offset"],
+            [{"init": init} for init in ("mean", "last_k", "sample", "offset")],
+        ),
+        (["--vary", "prune=all,deep,none"], [{"prune": prune} for prune in ("all", "deep", "none")]),
+        (
+            ["--vary", "tree=best_first,3x2", "--vary", "ema=0,0.5", "--decoder", "masks=2", "--decoder", "prune=deep"],
+            [{"tree": tree, "ema": ema} for tree in ("best_first", "3x2") for ema in ("0", "0.5")],
+        ),
+        (["--vary", "probe_owners=all,2"], [{"probe_owners": "all"}, {"probe_owners": "2"}]),
+    ],
+)
+def test_vary(
+    tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str], extra: list[str], varied: list[Any]
+) -> None:
+    """A side for each value; every side's tokens are plain decoding's, and its settings are those it was timed with."""
+    threads = ["--threads", str(torch.get_num_threads())]
+    options = ["--dtype", "float64", "--bc", "18", "--new", "8", "--repeat", "1", *threads]
+    assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options, *extra]) == 0
+    out = capsys.readouterr().out
+    plain, *sides = json.loads(out.splitlines()[-1])["results"]
+    assert (plain["method"], plain["varied"]) == ("ar", {})
+    assert [side["varied"] for side in sides] == varied
+    table = [line for line in out.splitlines() if line.startswith("│ esp")]
+    assert len(table) == len(sides)
+    for side, line in zip(sides, table, strict=True):
+        assert side["exact_match_rate"] == 1.0
+        assert 1.0 < side["rows_per_call"] <= side["bc"] == side["decoder"]["block_complexity"] == 18
+        assert set(side["varied"].values()) <= set(line.split()), "the table shows what was varied"
+        for key, text in side["varied"].items():
+            want = {"tree": "static", "branches": [3, 2]} if text == "3x2" else {key: yaml.safe_load(text)}
+            assert want.items() <= side["decoder"].items()
+        if "masks=2" in extra:
+            assert (side["decoder"]["masks"], side["decoder"]["prune"]) == (2, "deep")
+
+
+def sides_of(*arguments: str) -> list[tuple[str, int | None, int, dict[str, str]]]:
+    options = _parse(["decode", "--model", "m", "--prompts", "p", *arguments])
+    return [(side.config.method, side.bc, side.slots, dict(side.varied)) for side in make_sides(options)]
+
+
+def test_sides_are_a_product_and_plain_decoding_stands_once_for_each_number_of_slots() -> None:
+    assert sides_of("--slots", "1,4", "--bc", "10,30", "--vary", "masks=1,2") == [
+        side
+        for slots in (1, 4)
+        for side in (
+            ("ar", None, slots, {}),
+            *(("esp", bc, slots, {"masks": masks}) for bc in (10, 30) for masks in ("1", "2")),
+        )
+    ]
+    assert sides_of("--methods", "esp") == [("esp", 30, 1, {})]
+    assert sides_of("--methods", "ar", "--bc", "10,30", "--vary", "masks=1,2") == [("ar", None, 1, {})]
+
+
+def test_the_widths_of_a_static_tree_give_its_masks_and_rows() -> None:
+    """Table 3's row: one, two and three masks, each with its own tree."""
+    sides = sides_of("--methods", "esp", "--vary", "tree=29,15x4,7x5x3")
+    assert [(bc, varied["tree"]) for _, bc, _, varied in sides] == [(60, "29"), (60, "15x4"), (64, "7x5x3")]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--vary", "impl=naive,fast"], "decoder.impl: Input should be 'efficient' or 'naive' (got 'fast')"),
+        (["--vary", "mask=1,2"], "decoder.mask: unknown setting; the nearest valid key is decoder.masks"),
+        (["--decoder", "probe_owners=0"], "decoder.probe_owners: give all"),
+        (["--decoder", "masks=1", "--vary", "masks=1,2"], "decoder.masks: given twice"),
+        (["--vary", "tree=7x2", "--bc", "60"], "decoder: block_complexity: 60 is not that of branches [7, 2]"),
+        (["--vary", "tree=7x2", "--decoder", "masks=1"], "decoder: branches [7, 2] has 2 widths for masks: 1"),
+        (["--decoder", "ema=[0"], "decoder.ema: [0 is not valid YAML"),
+    ],
+)
+def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the model, which is not there, is looked for."""
+    assert main(["decode", "--model", "m", "--prompts", "p", *extra]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
         (["--methods", "ar,medusa"], "methods are ar, esp"),
+        (["--vary", "impl"], "expected a decoder setting and its value"),
+        (["--vary", "block_complexity=10,30"], "use --bc for block_complexity"),
+        (["--decoder", "method=ar"], "use --methods for method"),
+        (["--vary", "branches=7x2"], "use tree=7x2 (the widths of a static tree) for branches"),
         (["--bc", "auto"], "expected whole numbers"),
         (["--slots", "0"], "must be positive"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jobs import generate
-from pipeline.config import JobConfig, load_config, parse_config, setting_names
+from pipeline.config import JobConfig, load_config, parse_config, parse_decoder, setting_names
 from pipeline.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -200,12 +200,28 @@ def test_block_complexity_of_a_static_tree(branches: list[int], masks: int, bloc
 
 
 @pytest.mark.parametrize(
+    ("branches", "owners", "block_complexity"),
+    [([14], 1, 16), ([7, 2], 1, 12), ([7, 2], 4, 18), ([7, 2], 10, 30), ([7, 2], 99, 30), ([7, 2], "all", 30)],
+)
+def test_block_complexity_of_a_static_tree_with_fewer_owners(
+    branches: list[int], owners: int | str, block_complexity: int
+) -> None:
+    """(1 + sum) + masks * min(N, 1 + sum): fewer owners drop probes, no node."""
+    static = {"tree": "static", "branches": branches, "masks": len(branches), "probe_owners": owners}
+    assert config_of(decoder=static).decoder.block_complexity == block_complexity
+    assert problem(decoder={**static, "block_complexity": block_complexity + 1}).startswith(
+        f"decoder: block_complexity: {block_complexity + 1} is not that of branches {branches}"
+    )
+
+
+@pytest.mark.parametrize(
     ("decoder", "message"),
     [
         ({"tree": "static"}, "tree: static needs branches"),
         ({"tree": "static", "branches": 14}, "tree: static needs branches"),
         ({"tree": "static", "branches": ["wide"]}, "tree: static needs branches"),
-        ({"branches": [14]}, "branches belong to tree: static"),
+        ({"branches": [14]}, "branches belong to tree: static; tree: dynamic takes block_complexity"),
+        ({"branches": [14], "tree": "best_first"}, "branches belong to tree: static; tree: best_first takes"),
         ({"tree": "static", "branches": [7, 2]}, "branches [7, 2] has 2 widths for masks: 1; give one a mask"),
         ({"tree": "static", "branches": [], "masks": 1}, "branches [] has 0 widths for masks: 1"),
         (
@@ -232,8 +248,81 @@ def test_block_complexity_leaves_room_for_a_draft(masks: int, least: int) -> Non
     assert plain.decoder.method == "ar"
 
 
+@pytest.mark.parametrize("tree", ["dynamic", "best_first"])
+@pytest.mark.parametrize(
+    ("masks", "owners", "least"), [(1, 1, 3), (3, 1, 5), (1, 2, 4), (2, 4, 12), (8, 1, 10), (1, 15, 30)]
+)
+def test_block_complexity_leaves_room_for_a_draft_and_its_owners(
+    tree: str, masks: int, owners: int, least: int
+) -> None:
+    """At least one node, and as many rows as owners: 1 + nodes + masks * owners."""
+    decoder = {"tree": tree, "masks": masks, "probe_owners": owners}
+    message = problem(decoder={**decoder, "block_complexity": least - 1})
+    assert message == (
+        f"decoder: block_complexity: {least - 1} cannot hold probe_owners: {owners} with {masks} masks each, and a "
+        f"draft; at least {least} is needed (or method: ar)"
+    )
+    assert config_of(decoder={**decoder, "block_complexity": least}).decoder.owner_count == owners
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "some", "3", None, [1]])
+@pytest.mark.parametrize("tree", [{}, {"tree": "static", "branches": [4]}])
+def test_probe_owners_are_all_or_a_number(tree: dict[str, Any], given: Any) -> None:
+    assert problem(decoder={**tree, "probe_owners": given}) == (
+        f"decoder.probe_owners: give all, or how many rows own probes, at least 1 (got {given!r})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"init_offset": 2}, "init_offset belongs to init: offset; leave it out of init: mean"),
+        ({"init_offset": 2, "init": "sample"}, "init_offset belongs to init: offset; leave it out of init: sample"),
+        ({"method": "ar", "probe_owners": 2}, "probe_owners: method: ar drafts nothing; leave them out, or set"),
+        ({"method": "ar", "impl": "naive"}, "impl: method: ar drafts nothing"),
+        (
+            {"method": "ar", "init": "offset", "init_offset": 2, "impl": "naive"},
+            "init_offset, impl: method: ar drafts nothing",
+        ),
+    ],
+)
+def test_a_decoder_setting_that_does_not_apply_is_refused(decoder: dict[str, Any], message: str) -> None:
+    assert problem(decoder=decoder).startswith(f"decoder: {message}")
+
+
+def test_a_decoder_setting_at_its_default_always_applies() -> None:
+    decoder = {"method": "ar", "probe_owners": "all", "impl": "efficient", "init_offset": 1}
+    assert config_of(decoder=decoder).decoder == config_of(decoder={"method": "ar"}).decoder
+
+
+@pytest.mark.parametrize(
+    ("decoder", "setting", "shown"),
+    [
+        ({"impl": "fast"}, "decoder.impl", "'fast'"),
+        ({"tree": "best"}, "decoder.tree", "'best'"),
+        ({"init": "zero"}, "decoder.init", "'zero'"),
+        ({"init": "offset", "init_offset": "far"}, "decoder.init_offset", "'far'"),
+        ({"init": "offset", "init_offset": float("inf")}, "decoder.init_offset", "inf"),
+    ],
+)
+def test_wrong_decoder_value(decoder: dict[str, Any], setting: str, shown: str) -> None:
+    message = problem(decoder=decoder)
+    assert message.startswith(f"{setting}: ")
+    assert message.endswith(f"(got {shown})")
+
+
+def test_the_decoders_section_alone() -> None:
+    """What the benchmark parses: the same settings, defaults and messages as a job's."""
+    assert parse_decoder({"masks": 2}) == config_of(decoder={"masks": 2}).decoder
+    for wrong in ({"mask": 2}, {"masks": 9}, {"branches": [4]}):
+        with pytest.raises(ConfigError) as caught:
+            parse_decoder(wrong)
+        assert str(caught.value) == problem(decoder=wrong)
+
+
 def test_decoder_defaults() -> None:
     decoder = config_of().decoder
+    assert (decoder.impl, decoder.init, decoder.probe_owners, decoder.owner_count) == ("efficient", "mean", "all", None)
     assert (decoder.method, decoder.tree, decoder.masks, decoder.block_complexity) == ("esp", "dynamic", 1, 30)
     assert config_of(decoder={"block_complexity": None}).decoder.block_complexity == 30
 
@@ -328,6 +417,8 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     [
         {},
         {"decoder": {"tree": "static", "branches": [7, 2], "masks": 2}},
+        {"decoder": {"tree": "static", "branches": [7, 2], "masks": 2, "probe_owners": 3}},
+        {"decoder": {"tree": "best_first", "init": "offset", "init_offset": 2.5, "impl": "naive", "probe_owners": 3}},
         {"decoder": {"method": "ar", "block_complexity": 2}},
         {"input": {"messages_column": "c", "keep_columns": {"a": "bool"}}, "sampling": {"stop": "\n\n", "seed": 7}},
     ],
