@@ -96,7 +96,7 @@ def test_a_window_that_ends_inside_the_block_counts_positions(family: str) -> No
     model, length = tiny_model(family), 12
     chain = (getattr(model.config, "sliding_window", None) or WINDOW) + 3
     tree = TokenTree(tokens=(3, 4, *(5 + i % 8 for i in range(chain))), parents=(0, 0, 0, *range(3, 2 + chain)))
-    got = block_logits(model, [length], Draft(tree))[0]
+    got = block_logits(model, [length], Draft(tree, block_shape(tree.parents, (), 0)))[0]
     ids = torch.tensor([[*prompt(length), ROOT, *tree.tokens[2:]]])
     with model.stock() as hf:
         want = hf(input_ids=ids).logits[0, length + 1 :]

@@ -1,4 +1,4 @@
-"""A long generation on the real model: 2,000 tokens in fp32, the reference's, in memory that does not grow with steps."""
+"""A long generation on the real model: 2,000 tokens in fp32, the reference's, in memory that steps do not grow."""
 
 from __future__ import annotations
 

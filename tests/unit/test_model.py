@@ -121,7 +121,7 @@ def test_a_checkpoint_that_brings_its_own_class(tiny_checkpoint: Path, tmp_path:
 @pytest.mark.parametrize(("family", "heads"), [("llama", 2), ("gpt2", 4), ("gpt_neox", 4)])
 def test_the_cache_has_the_models_own_key_value_heads(family: str, heads: int) -> None:
     cache = tiny_model(family).new_cache(slots=2)
-    cache.reserve(10)
+    cache.resize(slots=2, columns=10)
     layers, head_dim, float64 = 3, 8, 8
     assert cache.nbytes == layers * 2 * 2 * heads * cache.columns * head_dim * float64
 
