@@ -99,7 +99,7 @@ class ProbeDrafter:
         owners = possible_owners(tree, masks, room)
         if self._probe_owners is not None:
             owners = most_valuable(tree, owners, self._probe_owners)
-        return Draft(tree, self._make_shape(tree.parents, owners, masks if owners else 0))
+        return Draft(tree, self._make_shape(tree.parents, owners, masks))
 
     def observe(
         self,

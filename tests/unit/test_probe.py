@@ -144,6 +144,19 @@ def test_block_complexity_is_the_rows_of_a_block(tree: Any, masks: int, probe_ow
     assert len(shape.owners) == (probe_owners or shape.token_rows)
 
 
+@pytest.mark.parametrize("tree", ["static", "dynamic", "best_first"])
+def test_a_pruned_candidate_leaves_no_row_empty(tree: Any) -> None:
+    """The root's token is the best candidate of each mask, and pruned: the drafter kept one candidate to spare."""
+    settings = {"branches": [9, 9]} if tree == "static" else {"block_complexity": 30}
+    esp = ProbeDrafter(torch.nn.Embedding(40, 4), masks=2, tree=tree, **settings)
+    state = ProbeState(torch.zeros(2, 4))
+    logits = torch.zeros(2, 40)
+    logits[:, 7] = 1
+    esp.observe([state], [[7]], [logits])
+    assert [len(level.tokens) for level in state.levels] == [10, 10], "nine nodes may hang below one parent"
+    assert len(esp.draft(state, 7, Room(2)).tree) == 9  # depth 1 alone
+
+
 def test_probe_owners_only_drop_probes_from_a_static_tree() -> None:
     every, few = (drafter(masks=2, tree="static", branches=[7, 2], probe_owners=n) for n in (None, 4))
     full, thin = (esp.draft(state_of(2, 1), 1, Room(99)) for esp in (every, few))
