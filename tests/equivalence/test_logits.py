@@ -80,7 +80,7 @@ def test_a_window_that_ends_inside_the_block_counts_positions(family: str) -> No
     """A chain longer than the window behind two siblings, so that columns and positions differ within the block."""
     model, length, chain = tiny_model(family), 12, WINDOW + 3
     tree = TokenTree(tokens=(3, 4, *(5 + i % 8 for i in range(chain))), parents=(0, 0, 0, *range(3, 2 + chain)))
-    got = block_logits(model, [length], Draft(tree))[0]
+    got = block_logits(model, [length], Draft(tree, block_shape(tree.parents, (), 0)))[0]
     ids = torch.tensor([[*prompt(length), ROOT, *tree.tokens[2:]]])
     with model.stock() as hf:
         want = hf(input_ids=ids).logits[0, length + 1 :]
