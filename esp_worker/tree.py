@@ -125,15 +125,12 @@ SHAPE_MAKERS: dict[str, Callable[[tuple[int, ...], tuple[int, ...], int], BlockS
 }
 
 
-ROOT_ALONE = block_shape((), (), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What one sequence asks of the next step: a tree, and the shape of the block that verifies and probes it."""
 
-    tree: TokenTree = EMPTY_TREE
-    shape: BlockShape = ROOT_ALONE
+    tree: TokenTree
+    shape: BlockShape
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -144,6 +141,9 @@ class Draft:
     def masks(self) -> int:
         """Probes per owner."""
         return self.shape.masks
+
+
+ROOT_ONLY = Draft(EMPTY_TREE, block_shape((), (), 0))
 
 
 def block_complexity(masks: int, nodes: int, owners: int | None = None) -> int:

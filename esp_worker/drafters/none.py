@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from esp_worker.drafters.base import Room
-from esp_worker.tree import Draft
-
-_ROOT_ONLY = Draft()
+from esp_worker.tree import ROOT_ONLY, Draft
 
 
 class NoDrafter:
@@ -23,7 +21,7 @@ class NoDrafter:
         raise AssertionError("plain decoding has no mask tokens")
 
     def draft(self, state: None, root_token: int, room: Room) -> Draft:
-        return _ROOT_ONLY
+        return ROOT_ONLY
 
     def observe(
         self, states: Sequence[None], committed: Sequence[Sequence[int]], probe_logits: Sequence[torch.Tensor]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from esp_worker.tree import (
     EMPTY_TREE,
     PRUNE_RULES,
+    ROOT_ONLY,
     SHAPE_MAKERS,
     BlockShape,
     Candidates,
-    Draft,
     PruneRule,
     TokenTree,
     affordable_nodes,
@@ -127,7 +127,7 @@ def test_no_candidates_no_tree() -> None:
     assert dynamic_tree([], 9, 1, KEEP_ALL, 9) == EMPTY_TREE
     assert static_tree([], [4], 1, KEEP_ALL, 9) == EMPTY_TREE
     assert best_first_tree([], 9, 1, KEEP_ALL, 9) == EMPTY_TREE
-    assert Draft().shape.rows == 1
+    assert (ROOT_ONLY.tree, ROOT_ONLY.shape.rows) == (EMPTY_TREE, 1)
 
 
 # ------------------------------------------------------------------------------------------------------- best first
