@@ -234,6 +234,16 @@ class CausalModel:
         """[..] token ids -> [.., H], by the model's own module (some scale inside)."""
         return self._embedding(ids)
 
+    @torch.inference_mode()
+    def embedding_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[H], [H]: mean and standard deviation of each dimension over the embeddings of the whole vocabulary."""
+        total = square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for ids in torch.arange(self.vocab_size, device=self.device).split(4096):
+            embeds = self.embed(ids).double()
+            total, square = total + embeds.sum(0), square + embeds.square().sum(0)
+        mean = total / self.vocab_size
+        return mean, (square / self.vocab_size - mean.square()).clamp(min=0).sqrt()
+
     def forward_block(
         self,
         cache: SlotCache,

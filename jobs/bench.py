@@ -50,6 +50,7 @@ class Side:
 
     config: DecoderConfig
     slots: int
+    prefix_reuse: bool = True
     varied: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,7 +62,8 @@ class Side:
     def label(self) -> str:
         rows = [] if self.bc is None else [f"bc {self.bc}"]
         settings = [f"{key} {value}" for key, value in self.varied.items()]
-        return ", ".join([" ".join([self.config.method, *rows]), *settings, f"{self.slots} slots"])
+        reuse = [] if self.prefix_reuse else ["no prefix reuse"]
+        return ", ".join([" ".join([self.config.method, *rows]), *settings, f"{self.slots} slots", *reuse])
 
 
 @dataclass
@@ -72,12 +74,16 @@ class Timing:
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     decode_calls: int = 0
     rows: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
 
     def add(self, seconds: float, done: Sequence[Completion]) -> None:
         self.seconds.append(seconds)
         self.outputs = {completion.request_id: completion.token_ids for completion in done}
         self.decode_calls = sum(completion.stats.decode_calls for completion in done)
         self.rows = sum(completion.stats.rows_computed for completion in done)
+        self.prefill_tokens = sum(completion.stats.prefill_tokens for completion in done)
+        self.cached_tokens = sum(completion.stats.cached_tokens for completion in done)
 
     @property
     def tokens(self) -> int:
@@ -102,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     ceiling = measure_ceiling(model)
     timings = run_sides(model, sides, requests, options.repeat)
-    plain = {side.slots: timing for side, timing in zip(sides, timings, strict=True) if side.config.method == "ar"}
-    results = [_result(side, timing, plain.get(side.slots)) for side, timing in zip(sides, timings, strict=True)]
+    paired = list(zip(sides, timings, strict=True))
+    plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
+    results = [_result(side, timing, plain.get((side.slots, side.prefix_reuse))) for side, timing in paired]
     about = {
         "machine": machine(),
         "versions": versions(),
@@ -139,8 +146,9 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
     ]
     variants = {"ar": [(parse_decoder({"method": "ar"}), {})], "esp": esp}
     return [
-        Side(config, slots, varied)
+        Side(config, slots, reuse, varied)
         for slots in options.slots
+        for reuse in options.prefix_reuse
         for method in options.methods
         for config, varied in variants[method]
     ]
@@ -167,12 +175,16 @@ def _setting(key: str, text: str) -> dict[str, Any]:
 
 def run_sides(model: CausalModel, sides: Sequence[Side], requests: Sequence[Request], repeat: int) -> list[Timing]:
     """Every side once per repeat, in turn; a short run of each first, which is not counted."""
-    engines = [Engine(model, make_drafters(side.config, model), slots=side.slots) for side in sides]
+    engines = [
+        Engine(model, make_drafters(side.config, model), slots=side.slots, prefix_reuse=side.prefix_reuse)
+        for side in sides
+    ]
     for engine in engines:
         list(engine.generate(requests[:1]))
     timings = [Timing() for _ in sides]
     for number in range(repeat):
         for side, engine, timing in zip(sides, engines, timings, strict=True):
+            engine.forget_prefixes()  # of its own earlier runs
             began = time.perf_counter()
             done = list(engine.generate(requests))
             timing.add(time.perf_counter() - began, done)
@@ -188,6 +200,7 @@ def _result(side: Side, timing: Timing, plain: Timing | None) -> dict[str, Any]:
         "method": side.config.method,
         "bc": side.bc,
         "slots": side.slots,
+        "prefix_reuse": side.prefix_reuse,
         "varied": dict(side.varied),
         "decoder": side.config.model_dump(),
         "tokens": timing.tokens,
@@ -196,6 +209,8 @@ def _result(side: Side, timing: Timing, plain: Timing | None) -> dict[str, Any]:
         "tau": round(after_first / timing.decode_calls, 4) if timing.decode_calls else None,
         "rows_per_call": round(timing.rows / timing.decode_calls, 2) if timing.decode_calls else None,
         "decode_calls": timing.decode_calls,
+        "prefill_tokens": timing.prefill_tokens,
+        "cached_tokens": timing.cached_tokens,
         "exact_match_rate": None if same is None else sum(same) / len(same),
         "speedup_vs_ar": None if plain is None else round(timing.tokens_per_s / plain.tokens_per_s, 3),
     }
@@ -211,10 +226,13 @@ def read_requests(options: argparse.Namespace, checkpoint: Checkpoint) -> list[R
     texts = [text for text in _texts(Path(options.prompts)) if len(text) <= options.max_chars]
     if options.count is not None and options.count < len(texts):
         texts = random.Random(options.seed).sample(texts, options.count)
+    if options.system and not tokenizer.chat_template:
+        raise ValueError("--system needs a chat template, and this model's tokenizer has none")
     requests = []
     for number, text in enumerate(texts):
         if tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
+            system = [{"role": "system", "content": options.system}] if options.system else []
+            chat = [*system, {"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
         sampling = SamplingParams(
@@ -268,7 +286,7 @@ def _best(work: Callable[[], torch.Tensor], times: int = 7) -> float:
 def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     ceiling = about["ceiling"]
     settings = "".join(f", {key} {value}" for key, value in about["decoder"].items())
-    console = Console(width=120)
+    console = Console(width=160)
     console.print(
         f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
         f"{about['model']}, {about['dtype']}; {about['prompts']} prompts x {about['new_tokens']} tokens, "
@@ -288,6 +306,8 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
         "tau": "tau",
         "rows/call": "rows_per_call",
         "decode calls": "decode_calls",
+        "prefill": "prefill_tokens",
+        "cached": "cached_tokens",
     }
     table = Table("method", "bc", *varied, "slots", *figures, "exact match")
     for result in results:
@@ -329,6 +349,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "tree=dynamic,best_first,7x2 (7x2: a static tree of these widths); repeatable",
     )
     decode.add_argument("--slots", type=_numbers, default=[1], metavar="1,16")
+    decode.add_argument(
+        "--prefix-reuse",
+        type=_switches,
+        default=[True],
+        metavar="on,off",
+        help="take over the KV of prompts that begin alike",
+    )
+    decode.add_argument("--system", metavar="TEXT", help="a system prompt in front of every prompt")
     decode.add_argument("--new", type=int, default=64, help="max_new_tokens")
     decode.add_argument("--count", type=int, help="how many of the prompts (a fixed random sample)")
     decode.add_argument("--seed", type=int, default=1, help="of that sample")
@@ -356,6 +384,13 @@ def _key_and_text(text: str) -> tuple[str, str]:
     if key in FLAG_OF:
         raise argparse.ArgumentTypeError(f"{text}: use {FLAG_OF[key]} for {key}")
     return key, value
+
+
+def _switches(text: str) -> list[bool]:
+    values = text.split(",")
+    if not set(values) <= {"on", "off"}:
+        raise argparse.ArgumentTypeError(f"{text}: expected on, off or on,off")
+    return [value == "on" for value in values]
 
 
 def _numbers(text: str) -> list[int]:

@@ -245,5 +245,6 @@ def make_drafters(config: DecoderConfig, model: CausalModel) -> list[Drafter]:
         init=config.init,
         init_offset=config.init_offset,
         impl=config.impl,
+        table=model.embedding_moments,
     )
     return [probe, NoDrafter()]

@@ -36,6 +36,7 @@ MaskInit = Literal["mean", "last_k", "sample", "offset"]
 Prune = Literal["all", "deep", "none"]
 TreeKind = Literal["dynamic", "static", "best_first"]
 Impl = Literal["efficient", "naive"]
+Moments = tuple[torch.Tensor, torch.Tensor]  # mean and standard deviation of each dimension, [H] each
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ class ProbeDrafter:
     """ESP. A static tree takes its `branches` [K1, K2, ..]; the other kinds fill `block_complexity` rows.
 
     probe_owners: how many of root and nodes own probes (None: all). impl: how a step comes by its block's geometry
-    (tree.SHAPE_MAKERS). Settings change how much is accepted and what a step costs, never the tokens.
+    (tree.SHAPE_MAKERS). table: the model's embedding_moments, which init `sample` needs. Settings change how much is
+    accepted and what a step costs, never the tokens.
     """
 
     name = "esp"
@@ -69,6 +71,7 @@ class ProbeDrafter:
         init: MaskInit = "mean",
         init_offset: float = 1.0,
         impl: Impl = "efficient",
+        table: Callable[[], Moments] | None = None,
     ) -> None:
         if (tree == "static") != (branches is not None):
             raise ValueError(f"tree {tree} with branches {branches}: a static tree has branches, no other has")
@@ -84,7 +87,10 @@ class ProbeDrafter:
         self._grow = _tree_builder(tree, nodes, branches or (), PRUNE_RULES[prune])
         self._probe_owners = probe_owners
         self._ema = ema
-        self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset)
+        if init == "sample" and table is None:
+            raise ValueError("init sample draws from the moments of the embedding table (`table`), which are not given")
+        moments = table() if table is not None and init == "sample" else None
+        self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset, table=moments)
         self._make_shape = SHAPE_MAKERS[impl]
 
     def start(self, prompt_embeds: torch.Tensor) -> ProbeState:
@@ -132,22 +138,26 @@ def most_valuable(tree: TokenTree, owners: Sequence[int], count: int) -> tuple[i
     return tuple(sorted(sorted(owners, key=lambda row: -ending[row])[:count]))
 
 
-def initial_masks(prompt_embeds: torch.Tensor, masks: int, init: MaskInit, offset: float = 1.0) -> torch.Tensor:
-    """[k, H] mask tokens from prompt embeddings [P, H] (paper, tables 5 and 14), mu and sigma being the mean and the
-    deviation of each dimension over the prompt.
+def initial_masks(
+    prompt_embeds: torch.Tensor, masks: int, init: MaskInit, offset: float = 1.0, table: Moments | None = None
+) -> torch.Tensor:
+    """[k, H] mask tokens from prompt embeddings [P, H] (paper, tables 5 and 14).
 
-    mean: mu for every mask; last_k: the last k embeddings, m_k the last (a prompt shorter than k repeats its first
-    token); sample: N(mu, sigma^2), drawn by the prompt's content alone; offset: mu + offset * sigma for every mask.
+    mean: of the prompt, for every mask; last_k: the last k embeddings, m_k the last (a prompt shorter than k repeats
+    its first token); sample: N(mu, sigma^2), mu and sigma being those of each dimension of the embedding `table`, drawn
+    by the prompt's content alone; offset: mu + offset * sigma for every mask, mu and sigma being the prompt's.
     """
     embeds = prompt_embeds.to(torch.promote_types(prompt_embeds.dtype, torch.float32))
+    if init == "sample":
+        assert table is not None
+        mean, sigma = (each.to(embeds) for each in table)
+        return mean + sigma * prompt_noise(prompt_embeds, masks).to(embeds)
     if init == "last_k":
         rows = torch.arange(len(embeds) - masks, len(embeds), device=embeds.device).clamp(min=0)
         return embeds[rows].clone()
     mean = embeds.mean(0).expand(masks, -1)
-    if init == "mean":
-        return mean.clone()
-    sigma = embeds.std(0, correction=0)  # of the prompt's own tokens: 0 where it has one
-    return mean + sigma * (offset if init == "offset" else prompt_noise(prompt_embeds, masks).to(embeds))
+    # The deviation of the prompt's own tokens: 0 where it has one.
+    return mean.clone() if init == "mean" else mean + offset * embeds.std(0, correction=0)
 
 
 def prompt_noise(prompt_embeds: torch.Tensor, masks: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def oracle(
     model: CausalModel, request: Request, output: tuple[int, ...], last_run: int, k: int, init: str
 ) -> torch.Tensor:
     """[k, V] probabilities behind the draft that follows `output`, whose last `last_run` tokens one call committed."""
-    masks = first_masks(model.embed(torch.tensor(request.prompt_ids)), k, init)
+    masks = first_masks(model, model.embed(torch.tensor(request.prompt_ids)), k, init)
     for token in output[:-last_run]:  # the masks of the block that made the draft: nothing of its own run is in them
         embed = model.embed(torch.tensor(token))
         masks = [mask + EMA * (embed - mask) for mask in masks]
@@ -41,10 +41,11 @@ def oracle(
     return logits.softmax(-1)
 
 
-def first_masks(prompt: torch.Tensor, k: int, init: str) -> list[torch.Tensor]:
+def first_masks(model: CausalModel, prompt: torch.Tensor, k: int, init: str) -> list[torch.Tensor]:
     """The masks of a prompt's embeddings; only the noise of `sample` is the drafter's own."""
-    mean = sum(prompt) / len(prompt)
-    sigma = (sum((row - mean) ** 2 for row in prompt) / len(prompt)).sqrt()
+    rows = model.embed(torch.arange(model.vocab_size)) if init == "sample" else prompt
+    mean = sum(rows) / len(rows)
+    sigma = (sum((row - mean) ** 2 for row in rows) / len(rows)).sqrt()
     return {
         "mean": [mean] * k,
         "last_k": [prompt[max(len(prompt) - k + j, 0)] for j in range(k)],
@@ -69,7 +70,8 @@ def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pyt
         return draft(self, state, root, room)
 
     monkeypatch.setattr(ProbeDrafter, "draft", watched)
-    drafter = ProbeDrafter(model.embed, masks=k, block_complexity=10 * (k + 1), ema=EMA, init=init, init_offset=OFFSET)
+    settings = {"masks": k, "block_complexity": 10 * (k + 1), "ema": EMA, "init": init, "init_offset": OFFSET}
+    drafter = ProbeDrafter(model.embed, table=model.embedding_moments, **settings)
     requests = mixed_requests()
     done = {c.request_id: c for c in Engine(model, [drafter], slots=slots).generate(requests)}
     recorded = list(drafts.values())
@@ -117,7 +119,8 @@ def expected(family: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_tokens_are_the_references(family: str, tree: Any, probe_owners: int | None, init: Any) -> None:
     model = tiny_model(family)
-    drafter = ProbeDrafter(model.embed, tree=tree, probe_owners=probe_owners, init=init, **SETTINGS[tree])
+    settings = {"tree": tree, "probe_owners": probe_owners, "init": init, **SETTINGS[tree]}
+    drafter = ProbeDrafter(model.embed, table=model.embedding_moments, **settings)
     done = list(Engine(model, [drafter], slots=3).generate(mixed_requests()))
     assert {c.request_id: c.token_ids for c in done} == expected(family)
     assert sum(c.stats.accepted_tokens for c in done) > 0.05 * sum(c.stats.decode_calls for c in done)

@@ -129,7 +129,7 @@ def test_the_engine_equals_the_reference(
     family: str, method: str, drafter: dict[str, Any], engine: dict[str, Any], asked: list[Request]
 ) -> None:
     model = tiny_model(family)
-    runner = Engine(model, [ProbeDrafter(model.embed, **drafter), NoDrafter()], **engine)
+    runner = Engine(model, [ProbeDrafter(model.embed, table=model.embedding_moments, **drafter), NoDrafter()], **engine)
     done = {completion.request_id: completion for completion in runner.generate(asked, method)}
     assert len(done) == len(asked)
     for item in asked:

@@ -164,3 +164,11 @@ def test_a_row_that_overflows_leaves_its_siblings_alone(overflowing: CausalModel
     assert quiet.isfinite().all()
     assert not torch.equal(quiet[1], loud[1])
     assert torch.equal(quiet[[0, 2]], loud[[0, 2]])
+
+
+def test_embedding_moments_are_those_of_the_whole_vocabulary() -> None:
+    model = tiny_model("gemma3")  # it scales its embeddings
+    embeds = model.embed(torch.arange(model.vocab_size))
+    mean, sigma = model.embedding_moments()
+    torch.testing.assert_close(mean, embeds.mean(0))
+    torch.testing.assert_close(sigma, embeds.std(0, correction=0))

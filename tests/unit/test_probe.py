@@ -38,6 +38,10 @@ def test_ema_closed_form_equals_the_loop(rate: float, count: int) -> None:
     torch.testing.assert_close(ema_update(masks, tokens, rate), loop, rtol=1e-12, atol=1e-12)
 
 
+def moments(table: torch.Tensor) -> Any:
+    return table.mean(0), table.std(0, correction=0)
+
+
 def test_mean_init() -> None:
     prompt = embeds(5, 16)
     masks = initial_masks(prompt, 3, "mean")
@@ -50,11 +54,11 @@ def test_last_k_init_ends_with_the_last_token() -> None:
     assert torch.equal(initial_masks(prompt[:1], 3, "last_k"), prompt[[0, 0, 0]])
 
 
-def test_sample_init_is_normal_noise_around_the_prompts_mean() -> None:
+def test_sample_init_is_normal_noise_with_the_moments_of_the_embedding_table() -> None:
     """Moments per dimension, over more masks than any run has."""
-    prompt, count = 3 + 2 * embeds(6, 4), 40_000
-    masks = initial_masks(prompt, count, "sample").numpy()
-    mean, sigma = prompt.numpy().mean(0), prompt.numpy().std(0)
+    table, count = 3 + 2 * embeds(6, 4), 40_000
+    masks = initial_masks(embeds(5, 4), count, "sample", table=moments(table)).numpy()
+    mean, sigma = table.numpy().mean(0), table.numpy().std(0)
     assert masks.mean(0) == pytest.approx(mean, abs=5 * sigma.max() / count**0.5)
     assert masks.std(0) == pytest.approx(sigma, rel=0.03)
     assert ((masks - mean) / sigma < 1).mean() == pytest.approx(0.841, abs=0.01)  # a normal's share below +1 sigma
@@ -63,9 +67,10 @@ def test_sample_init_is_normal_noise_around_the_prompts_mean() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sample_init_repeats_and_follows_the_prompts_content_alone(dtype: torch.dtype) -> None:
     prompt = embeds(5, 16).to(dtype)
-    first = initial_masks(prompt, 2, "sample")
+    table = moments(embeds(9, 16))
+    first = initial_masks(prompt, 2, "sample", table=table)
     torch.manual_seed(99)  # the global generator has no part in it
-    assert torch.equal(initial_masks(prompt.clone(), 2, "sample"), first)
+    assert torch.equal(initial_masks(prompt.clone(), 2, "sample", table=table), first)
     assert not torch.equal(first[0], first[1])
     assert torch.equal(prompt_noise(prompt.T.contiguous().T, 2), prompt_noise(prompt, 2)), "content, not layout"
     assert not torch.equal(prompt_noise(prompt.flip(0), 2), prompt_noise(prompt, 2))
@@ -78,7 +83,7 @@ def test_offset_init(offset: float) -> None:
     torch.testing.assert_close(initial_masks(prompt, 3, "offset", offset), want.expand(3, 16))
 
 
-@pytest.mark.parametrize("init", ["mean", "last_k", "sample", "offset"])
+@pytest.mark.parametrize("init", ["mean", "last_k", "offset"])
 def test_a_prompt_of_one_token_is_every_mask(init: Any) -> None:
     prompt = embeds(1, 16)
     torch.testing.assert_close(initial_masks(prompt, 3, init, 5.0), prompt.expand(3, 16), rtol=0, atol=0)
@@ -86,7 +91,13 @@ def test_a_prompt_of_one_token_is_every_mask(init: Any) -> None:
 
 @pytest.mark.parametrize("init", ["mean", "last_k", "sample", "offset"])
 def test_masks_of_a_16_bit_model_are_kept_in_fp32(init: Any) -> None:
-    assert initial_masks(embeds(5, 16).to(torch.bfloat16), 1, init).dtype is torch.float32
+    prompt = embeds(5, 16).to(torch.bfloat16)
+    assert initial_masks(prompt, 1, init, table=moments(prompt)).dtype is torch.float32
+
+
+def test_sample_init_needs_the_table() -> None:
+    with pytest.raises(ValueError, match="embedding table"):
+        drafter(init="sample")
 
 
 def test_top_candidates_are_softmax_probabilities_best_first() -> None:
