@@ -262,6 +262,7 @@ def ends_of(
 @example(token_ids=[0, 1, 0, 1], strings=["ab"], keep=False, after=2)
 @example(token_ids=[0, 1, 0, 1], strings=["ab"], keep=True, after=1)
 @example(token_ids=[4, 5, 0, 6, 1], strings=["üb"], keep=False, after=0)
+@example(token_ids=[5, 6], strings=["ü"], keep=False, after=1)  # the first token is half of it
 def test_text_tokens_and_reason_are_cut_at_the_same_place(
     token_ids: list[int], strings: list[str], keep: bool, after: int
 ) -> None:
