@@ -1,0 +1,150 @@
+"""Everything that a user can ask of sampling and ending, per job, per row and per sample, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from helpers import Command, Result, expected, write_jsonl
+from xxhash import xxh3_64_intdigest
+
+from esp_worker.model import CausalModel
+from esp_worker.stopping import StopStrings
+from pipeline.prepare import load_tokenizer
+
+JOB: dict[str, Any] = {"temperature": 0.8, "seed": 3, "min_p": 0.01, "max_new_tokens": 16}
+# Each row's own settings, as the file has them and as the decoder gets them.
+OWN: list[tuple[Any, dict[str, Any]]] = [
+    (None, {}),
+    ({"temperature": 0, "top_p": None}, {"temperature": 0.0}),
+    ({"temperature": 1.5, "top_k": 5}, {"temperature": 1.5, "top_k": 5}),
+    (
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {"100": 2}},
+        {
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.2,
+            "logit_bias": ((100, 2.0),),
+        },
+    ),
+    ('{"max_new_tokens": 5, "min_p": 0.2}', {"max_new_tokens": 5, "min_p": 0.2}),
+    ({"keep_stop": True, "min_new_tokens": 6}, {"min_new_tokens": 6}),
+    ({"temperature": 0, "stop": [], "bad_words": ["Z", "YZ"]}, {"temperature": 0.0}),
+    ({"temperature": 0, "top_p": 2}, {}),
+    ({"logit_bias": {"99999": 1}}, {}),
+]
+SEEDS = {2: 2**64 - 1, 3: 12}  # columns of their own
+BAD = {7: "sampling", 8: "decode"}
+N = 2
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"id": f"row-{i}", "prompt": f"Prompt {i} " + "ab" * (i % 3), "p": own, "seed": SEEDS.get(i)}
+        for i, (own, _) in enumerate(OWN)
+    ]
+
+
+class Reference:
+    """What each sample must be, by the slow decoder; settings and seeds are written out here once more."""
+
+    def __init__(self, model: CausalModel, folder: Path, stop: str) -> None:
+        self.model, self.folder, self.stop = model, folder, stop
+        self.tokenizer = load_tokenizer(folder)
+
+    def text(self, token_ids: Any) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def params(self, index: int) -> dict[str, Any]:
+        params = {**JOB, **OWN[index][1]}
+        params["seed"] = SEEDS.get(index, xxh3_64_intdigest(f"3\0row-{index}".encode()))
+        if index == 6:
+            words = ("Z", " Z", "YZ", " YZ")
+            params["bad_words"] = tuple(tuple(self.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in words)
+        return params
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        index = row["row_index"]
+        params = self.params(index)
+        after = params.get("min_new_tokens", 0)
+        stop = None if index == 6 else StopStrings([self.stop], self.text, keep=index == 5, after=after)
+        prompt = rows()[index]["prompt"]
+        want = expected(self.model, self.folder, prompt, stop, sample_index=row["sample_index"], **params)
+        assert tuple(row["token_ids"]) == want.token_ids
+        assert row["finish_reason"] == want.finish_reason
+        assert row["seed"] == params["seed"]
+        assert row["stop_reason"] == (want.stop and want.stop.reason)
+        assert row["text"] == (want.stop.text if want.stop else self.text(want.token_ids))
+        if want.stop and index != 5:
+            assert self.stop not in row["text"]
+
+
+def check_all(result: Result, reference: Reference, samples: int, prompts: int) -> None:
+    assert [(row["row_id"], row["sample_index"]) for row in result.rows] == [
+        (f"row-{i}", sample) for i in range(prompts) for sample in range(samples)
+    ]
+    assert len({row["row_key"] for row in result.rows}) == prompts * samples
+    for row in result.rows:
+        kind = BAD.get(row["row_index"])
+        assert row["error_type"] == kind
+        if kind is None:
+            reference.check(row)
+        else:
+            assert f"row {row['row_id']}" in row["error"] or f"line {row['row_index'] + 1}:" in row["error"]
+
+
+@pytest.mark.timeout(300)
+def test_rows_of_their_own_and_samples_through_interrupted_starts(
+    command: Command, tiny_fp64: CausalModel, tiny_checkpoint: Path
+) -> None:
+    write_jsonl(command.work / "in.jsonl", rows())
+    free = expected(tiny_fp64, tiny_checkpoint, rows()[0]["prompt"], **JOB | {"seed": xxh3_64_intdigest(b"3\0row-0")})
+    stop = load_tokenizer(tiny_checkpoint).decode(free.token_ids, skip_special_tokens=True)[4:6]
+    assert stop.strip()
+    reference = Reference(tiny_fp64, tiny_checkpoint, stop)
+    command.config["input"] |= {"sampling_column": "p", "sampling_columns": ["seed"]}
+    command.config["sampling"] = {**JOB, "stop": stop}
+    settings = {"output__rows_per_file": 3, "compare__fraction": 1.0}
+
+    first = command("--limit", "4", **settings)
+    assert first.code == 0
+    check_all(first, reference, samples=1, prompts=4)
+    counts = {"input_rows": 4, "samples": 1, "already_done": 0, "rows": 4, "not_in_input": 0, "failed": 0, "shards": 2}
+    assert first.json("run.json")["counts"] == counts
+    assert any(row["stop_reason"] == stop for row in first.rows), "a stop string ends some row"
+
+    # A larger n adds samples to the prompts that are there; --limit counts prompts.
+    second = command(sampling__n=N, **settings)
+    assert second.code == 0
+    check_all(second, reference, samples=N, prompts=len(OWN))
+    total = N * len(OWN)
+    counts = second.json("run.json")["counts"]
+    assert (counts["input_rows"], counts["samples"], counts["already_done"], counts["rows"]) == (9, N, 4, total)
+    assert (counts["not_in_input"], counts["failed"]) == (0, 2 * N)
+    report = second.json("report.json")
+    assert report["rows"]["total"] == total
+    assert report["comparison"]["exact_match"] == {"count": total - 2 * N, "of": total - 2 * N, "rate": 1.0}
+    tokens = {(row["row_id"], row["sample_index"]): row["token_ids"] for row in second.rows}
+    assert tokens["row-1", 0] == tokens["row-1", 1], "greedy samples are equal"
+    assert tokens["row-0", 0] != tokens["row-0", 1], "drawn ones have noise of their own"
+
+    # As if a start had been killed between the samples of a prompt: a shard of three rows is gone.
+    lost = next(shard for shard in sorted((second.folder / "data").iterdir()) if pq.read_metadata(shard).num_rows == 3)
+    lost.unlink()
+    third = command(sampling__n=N, **settings)
+    assert third.code == 0
+    assert {(row["row_id"], row["sample_index"]): row["token_ids"] for row in third.rows} == tokens
+    check_all(third, reference, samples=N, prompts=len(OWN))
+    assert third.json("run.json")["counts"]["already_done"] == total - 3
+
+    # A changed setting of a row is a new row; a smaller n leaves what is there.
+    changed = rows()
+    changed[1]["p"] = {"temperature": 0.1}
+    write_jsonl(command.work / "in.jsonl", changed)
+    fourth = command(**settings)
+    counts = fourth.json("run.json")["counts"]
+    assert (counts["already_done"], counts["rows"], counts["not_in_input"]) == (8, total + 1, total - 8)
+    assert fourth.json("report.json")["rows"]["total"] == total + 1
