@@ -16,6 +16,9 @@ from esp_worker.stopping import StopStrings
 from pipeline.prepare import load_tokenizer
 
 JOB: dict[str, Any] = {"temperature": 0.8, "seed": 3, "min_p": 0.01, "max_new_tokens": 16}
+KEPT, FREE = 5, 6  # the rows that keep their stop string, and that have none but words that are banned
+STOPS: list[str] = []  # of KEPT, from its own text: one that comes too early, one that counts
+BANNED: list[str] = []  # of FREE: a word of its own text
 # Each row's own settings, as the file has them and as the decoder gets them.
 OWN: list[tuple[Any, dict[str, Any]]] = [
     (None, {}),
@@ -31,8 +34,11 @@ OWN: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     ('{"max_new_tokens": 5, "min_p": 0.2}', {"max_new_tokens": 5, "min_p": 0.2}),
-    ({"keep_stop": True, "min_new_tokens": 6}, {"min_new_tokens": 6}),
-    ({"temperature": 0, "stop": [], "bad_words": ["Z", "YZ"]}, {"temperature": 0.0}),
+    (
+        {"temperature": 0, "keep_stop": True, "min_new_tokens": 6, "stop": STOPS},
+        {"temperature": 0.0, "min_new_tokens": 6},
+    ),
+    ({"temperature": 0, "stop": [], "bad_words": BANNED}, {"temperature": 0.0}),
     ({"temperature": 0, "top_p": 2}, {}),
     ({"logit_bias": {"99999": 1}}, {}),
 ]
@@ -61,32 +67,42 @@ class Reference:
     def params(self, index: int) -> dict[str, Any]:
         params = {**JOB, **OWN[index][1]}
         params["seed"] = SEEDS.get(index, xxh3_64_intdigest(f"3\0row-{index}".encode()))
-        if index == 6:
-            words = ("Z", " Z", "YZ", " YZ")
+        if index == FREE:
+            words = [BANNED[0], f" {BANNED[0]}"]
             params["bad_words"] = tuple(tuple(self.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in words)
         return params
+
+    def stop_of(self, index: int) -> StopStrings | None:
+        if index == FREE:
+            return None
+        if index == KEPT:
+            return StopStrings(STOPS, self.text, keep=True, after=6)
+        return StopStrings([self.stop], self.text)
 
     def check(self, row: Mapping[str, Any]) -> None:
         index = row["row_index"]
         params = self.params(index)
-        after = params.get("min_new_tokens", 0)
-        stop = None if index == 6 else StopStrings([self.stop], self.text, keep=index == 5, after=after)
-        prompt = rows()[index]["prompt"]
+        prompt, stop = rows()[index]["prompt"], self.stop_of(index)
         want = expected(self.model, self.folder, prompt, stop, sample_index=row["sample_index"], **params)
         assert tuple(row["token_ids"]) == want.token_ids
         assert row["finish_reason"] == want.finish_reason
         assert row["seed"] == params["seed"]
         assert row["stop_reason"] == (want.stop and want.stop.reason)
         assert row["text"] == (want.stop.text if want.stop else self.text(want.token_ids))
-        if want.stop and index != 5:
+        if index == KEPT:
+            assert row["text"].endswith(STOPS[1])
+            assert row["stop_reason"] == STOPS[1]
+        elif want.stop:
             assert self.stop not in row["text"]
+        if index == FREE:
+            assert BANNED[0] not in row["text"]
 
 
-def check_all(result: Result, reference: Reference, samples: int, prompts: int) -> None:
+def check_all(result: Result, reference: Reference, samples: int, count: int) -> None:
     assert [(row["row_id"], row["sample_index"]) for row in result.rows] == [
-        (f"row-{i}", sample) for i in range(prompts) for sample in range(samples)
+        (f"row-{i}", sample) for i in range(count) for sample in range(samples)
     ]
-    assert len({row["row_key"] for row in result.rows}) == prompts * samples
+    assert len({row["row_key"] for row in result.rows}) == count * samples
     for row in result.rows:
         kind = BAD.get(row["row_index"])
         assert row["error_type"] == kind
@@ -100,10 +116,17 @@ def check_all(result: Result, reference: Reference, samples: int, prompts: int) 
 def test_rows_of_their_own_and_samples_through_interrupted_starts(
     command: Command, tiny_fp64: CausalModel, tiny_checkpoint: Path
 ) -> None:
-    write_jsonl(command.work / "in.jsonl", rows())
-    free = expected(tiny_fp64, tiny_checkpoint, rows()[0]["prompt"], **JOB | {"seed": xxh3_64_intdigest(b"3\0row-0")})
-    stop = load_tokenizer(tiny_checkpoint).decode(free.token_ids, skip_special_tokens=True)[4:6]
+    def free_text(index: int, **sampling: Any) -> str:
+        ids = expected(tiny_fp64, tiny_checkpoint, rows()[index]["prompt"], **sampling).token_ids
+        return str(load_tokenizer(tiny_checkpoint).decode(ids, skip_special_tokens=True))
+
+    stop = free_text(0, **JOB | {"seed": xxh3_64_intdigest(b"3\0row-0")})[4:6]
+    kept, free = free_text(KEPT), free_text(FREE)
+    STOPS[:] = [kept[2:4], kept[8:10]]
+    BANNED[:] = [next(character for character in free if character.isalnum())]
+    assert all(text.strip() and text in kept for text in STOPS)
     assert stop.strip()
+    write_jsonl(command.work / "in.jsonl", rows())
     reference = Reference(tiny_fp64, tiny_checkpoint, stop)
     command.config["input"] |= {"sampling_column": "p", "sampling_columns": ["seed"]}
     command.config["sampling"] = {**JOB, "stop": stop}
@@ -111,7 +134,7 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
 
     first = command("--limit", "4", **settings)
     assert first.code == 0
-    check_all(first, reference, samples=1, prompts=4)
+    check_all(first, reference, samples=1, count=4)
     counts = {"input_rows": 4, "samples": 1, "already_done": 0, "rows": 4, "not_in_input": 0, "failed": 0, "shards": 2}
     assert first.json("run.json")["counts"] == counts
     assert any(row["stop_reason"] == stop for row in first.rows), "a stop string ends some row"
@@ -119,14 +142,13 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
     # A larger n adds samples to the prompts that are there; --limit counts prompts.
     second = command(sampling__n=N, **settings)
     assert second.code == 0
-    check_all(second, reference, samples=N, prompts=len(OWN))
+    check_all(second, reference, samples=N, count=len(OWN))
     total = N * len(OWN)
     counts = second.json("run.json")["counts"]
     assert (counts["input_rows"], counts["samples"], counts["already_done"], counts["rows"]) == (9, N, 4, total)
     assert (counts["not_in_input"], counts["failed"]) == (0, 2 * N)
     report = second.json("report.json")
     assert report["rows"]["total"] == total
-    assert report["comparison"]["exact_match"] == {"count": total - 2 * N, "of": total - 2 * N, "rate": 1.0}
     tokens = {(row["row_id"], row["sample_index"]): row["token_ids"] for row in second.rows}
     assert tokens["row-1", 0] == tokens["row-1", 1], "greedy samples are equal"
     assert tokens["row-0", 0] != tokens["row-0", 1], "drawn ones have noise of their own"
@@ -137,7 +159,7 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
     third = command(sampling__n=N, **settings)
     assert third.code == 0
     assert {(row["row_id"], row["sample_index"]): row["token_ids"] for row in third.rows} == tokens
-    check_all(third, reference, samples=N, prompts=len(OWN))
+    check_all(third, reference, samples=N, count=len(OWN))
     assert third.json("run.json")["counts"]["already_done"] == total - 3
 
     # A changed setting of a row is a new row; a smaller n leaves what is there.

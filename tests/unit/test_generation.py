@@ -77,6 +77,7 @@ def test_do_sample_alone_is_temperature_1() -> None:
     assert taken({"do_sample": True}).temperature == 1.0
     assert taken({"do_sample": True, "temperature": 1.0}).temperature == 1.0
     assert taken({"do_sample": True}, temperature=0.0).temperature == 0.0
+    assert taken({"do_sample": True, "temperature": 0.0}).temperature == 0.0
 
 
 FOREIGN = {
