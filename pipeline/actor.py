@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -67,6 +68,7 @@ class DecodeActor:
         self._schema = output_schema(config.input.keep_columns)
         self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
         self._tokenizer = load_tokenizer(checkpoint.folder, trust)
+        self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
         model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
         kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
         self._method = config.decoder.method
@@ -146,7 +148,7 @@ class DecodeActor:
             seed=row_seed(job, row["sampling"], row["row_id"]),
             sample_index=row["sample_index"],
             eos_token_ids=frozenset(self._plan.eos_token_ids),
-            bad_words=bad_word_ids(self._tokenizer, sampling.bad_words),
+            bad_words=self._bad_word_ids(tuple(sampling.bad_words)),
         )
         stop = None
         if sampling.stop:
