@@ -72,8 +72,15 @@ class DecodeActor:
         model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
         kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
         self._method = config.decoder.method
+        engine = config.engine
         self._engine = Engine(
-            model, make_drafters(config.decoder, model), slots=config.engine.slots, max_length=plan.max_length
+            model,
+            make_drafters(config.decoder, model),
+            slots=engine.slots,
+            max_length=plan.max_length,
+            prefill_tokens=engine.prefill_tokens,
+            prefix_reuse=engine.prefix_reuse,
+            cache_bytes=None if engine.cache_gib is None else int(engine.cache_gib * 2**30),
         )
         loaded = time.perf_counter()
         self._warm_up(model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import Command, Result, expected, write_jsonl
+import torch
+from helpers import Command, Result, expected, prompts, write_jsonl
 from xxhash import xxh3_64_intdigest
 
 from esp_worker.model import CausalModel
@@ -41,10 +43,12 @@ OWN: list[tuple[Any, dict[str, Any]]] = [
     ({"temperature": 0, "stop": [], "bad_words": BANNED}, {"temperature": 0.0}),
     ({"temperature": 0, "top_p": 2}, {}),
     ({"logit_bias": {"99999": 1}}, {}),
+    ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
 ]
 SEEDS = {2: 2**64 - 1, 3: 12}  # columns of their own
 BAD = {7: "sampling", 8: "decode"}
 N = 2
+TOP = 3
 
 
 def rows() -> list[dict[str, Any]]:
@@ -96,6 +100,19 @@ class Reference:
             assert self.stop not in row["text"]
         if index == FREE:
             assert BANNED[0] not in row["text"]
+        self.check_logprobs(row, want.logits)
+        if row["output_tokens"]:
+            assert row["prefill_tokens"] + row["cached_tokens"] == row["prompt_tokens"]
+
+    def check_logprobs(self, row: Mapping[str, Any], logits: torch.Tensor) -> None:
+        """logits [output tokens, V]"""
+        logprobs = logits.log_softmax(-1)
+        chosen = [at[token].item() for at, token in zip(logprobs, row["token_ids"], strict=True)]
+        assert row["logprobs"] == pytest.approx(chosen, abs=1e-5)
+        values, tokens = logprobs.topk(TOP, -1)
+        assert [[top["token_id"] for top in at] for at in row["top_logprobs"]] == tokens.tolist()
+        given = [[top["logprob"] for top in at] for at in row["top_logprobs"]]
+        assert given == [pytest.approx(at, abs=1e-5) for at in values.tolist()]
 
 
 def check_all(result: Result, reference: Reference, samples: int, count: int) -> None:
@@ -129,7 +146,7 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
     write_jsonl(command.work / "in.jsonl", rows())
     reference = Reference(tiny_fp64, tiny_checkpoint, stop)
     command.config["input"] |= {"sampling_column": "p", "sampling_columns": ["seed"]}
-    command.config["sampling"] = {**JOB, "stop": stop}
+    command.config["sampling"] = {**JOB, "stop": stop, "logprobs": TOP}
     settings = {"output__rows_per_file": 3, "compare__fraction": 1.0}
 
     first = command("--limit", "4", **settings)
@@ -145,10 +162,14 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
     check_all(second, reference, samples=N, count=len(OWN))
     total = N * len(OWN)
     counts = second.json("run.json")["counts"]
-    assert (counts["input_rows"], counts["samples"], counts["already_done"], counts["rows"]) == (9, N, 4, total)
+    assert (counts["input_rows"], counts["samples"], counts["already_done"], counts["rows"]) == (len(OWN), N, 4, total)
     assert (counts["not_in_input"], counts["failed"]) == (0, 2 * N)
     report = second.json("report.json")
     assert report["rows"]["total"] == total
+    done = [row for row in second.rows if row["error"] is None]
+    cached, computed = sum(row["cached_tokens"] for row in done), sum(row["prefill_tokens"] for row in done)
+    assert report["method"]["prefix_hit_rate"] == pytest.approx(cached / (cached + computed))
+    assert report["comparison"]["exact_match"] == {"count": total - 2 * N, "of": total - 2 * N, "rate": 1.0}
     tokens = {(row["row_id"], row["sample_index"]): row["token_ids"] for row in second.rows}
     assert tokens["row-1", 0] == tokens["row-1", 1], "greedy samples are equal"
     assert tokens["row-0", 0] != tokens["row-0", 1], "drawn ones have noise of their own"
@@ -168,5 +189,28 @@ def test_rows_of_their_own_and_samples_through_interrupted_starts(
     write_jsonl(command.work / "in.jsonl", changed)
     fourth = command(**settings)
     counts = fourth.json("run.json")["counts"]
-    assert (counts["already_done"], counts["rows"], counts["not_in_input"]) == (8, total + 1, total - 8)
+    assert (counts["already_done"], counts["rows"], counts["not_in_input"]) == (
+        len(OWN) - 1,
+        total + 1,
+        total - len(OWN) + 1,
+    )
     assert fourth.json("report.json")["rows"]["total"] == total + 1
+
+
+def test_in_16_bits_differences_are_counted_and_their_margins_shown(command: Command) -> None:
+    write_jsonl(command.work / "in.jsonl", prompts(60))
+    result = command(model__dtype="bfloat16", compare__fraction=1.0, sampling__max_new_tokens=60)
+    assert result.code == 0
+    assert "16-bit: near-ties may flip; exact match is reported, not promised." in result.out
+    differing = [row for row in result.rows if not row["exact_match"]]
+    assert all((row["divergence_margin"] is None) == row["exact_match"] for row in result.rows)
+    comparison = result.json("report.json")["comparison"]
+    assert comparison["exact_match"]["count"] == 60 - len(differing)
+    if not differing:
+        pytest.skip("this machine's 16-bit kernels round alike for one row and for several")
+    margins = [row["divergence_margin"] for row in differing]
+    assert 0 <= max(margins) < 0.25, "a few steps of 16 bits at these logits: near-ties"
+    assert comparison["first_divergence"]["margin_max"] == max(margins)
+    assert comparison["first_divergence"]["margin_median"] == pytest.approx(statistics.median(margins))
+    assert f"(median of {len(margins)}), {max(margins):.3g} (maximum)" in result.out
+    assert all(row["logprobs"] is None and row["top_logprobs"] is None for row in result.rows), "not asked for"
