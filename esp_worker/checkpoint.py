@@ -199,9 +199,15 @@ def progress_bars_on_terminals_only() -> Iterator[None]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the checkpoint, {} where it is absent."""
+    """The object in a JSON file of the checkpoint, {} where the file is absent. Raises ModelError."""
     file = folder / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise ModelError(f"model {folder}: {name} is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"model {folder}: {name} holds no JSON object")
+    return content
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

@@ -89,8 +89,10 @@ def _plan_lines(job: Job, work: Work) -> list[str]:
     """The dry run: what would run, and the first rows as the parser sees them."""
     plan, config = job.plan, job.plan.config
     decoder = config.decoder
+    samples = f", {config.sampling.n} samples of each" if config.sampling.n > 1 else ""
     lines = [
-        f"input     {job.scan.total} rows in {len(job.scan.files)} file(s), {len(job.scan.duplicates)} duplicate ids",
+        f"input     {job.scan.total} rows in {len(job.scan.files)} file(s), {len(job.scan.duplicates)} duplicate ids"
+        + samples,
         f"model     {config.model.path} ({plan.model_identity}), {plan.dtype} on {plan.device}",
         f"decoder   {decoder.method}, {decoder.masks} masks, {decoder.tree} tree, block complexity "
         f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",

@@ -13,7 +13,9 @@ import os
 import socket
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -30,17 +32,19 @@ from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
-from esp_worker.types import Completion, Request, SamplingParams
+from esp_worker.types import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.config import DecoderConfig
 from pipeline.errors import RowErrorType
 from pipeline.plan import Plan
 from pipeline.prepare import load_tokenizer
 from pipeline.progress import Tally
+from pipeline.sampling import bad_word_ids, row_sampling, row_seed
 from pipeline.schema import IDENTITY_FIELDS, output_schema
 
 logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 8
+MARGIN_LOGPROBS = 2  # what plain decoding must return for the margin between its two best tokens
 
 
 class DecodeActor:
@@ -62,14 +66,21 @@ class DecodeActor:
         self._plan = plan
         self._board = board
         self._schema = output_schema(config.input.keep_columns)
-        self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns)
+        self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
         self._tokenizer = load_tokenizer(checkpoint.folder, trust)
-        self._stop = StopStrings(config.sampling.stop, self._text) if config.sampling.stop else None
+        self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
         model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
         kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
         self._method = config.decoder.method
+        engine = config.engine
         self._engine = Engine(
-            model, make_drafters(config.decoder, model), slots=config.engine.slots, max_length=plan.max_length
+            model,
+            make_drafters(config.decoder, model),
+            slots=engine.slots,
+            max_length=plan.max_length,
+            prefill_tokens=engine.prefill_tokens,
+            prefix_reuse=engine.prefix_reuse,
+            cache_bytes=None if engine.cache_gib is None else int(engine.cache_gib * 2**30),
         )
         loaded = time.perf_counter()
         self._warm_up(model)
@@ -97,21 +108,21 @@ class DecodeActor:
                 pass
 
     async def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        carried = {name: row[name] for name in self._carried} | {"sample_index": 0} | self._about
+        carried = {name: row[name] for name in self._carried} | self._about
         if row["error_type"] is not None:
             self._report(Tally(rows=1, failed=1))
             return carried | _failure(row["error_type"], row["error"])
-        seed = row_seed(self._plan.config.sampling.seed, row["row_id"])
-        request = self._request(row, seed)
         compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
-        decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
-        if compared:
-            decodings.append(self._decode(request, NoDrafter.name))
         try:
-            done = await asyncio.gather(*decodings)
-            result = self._result(*done[0]) | {"seed": seed, "prompt_tokens": len(request.prompt_ids)}
+            request = self._request(row)
+            decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
             if compared:
-                result |= _comparison(done[0][0], *done[1])
+                decodings.append(self._decode(plain_request(request), NoDrafter.name))
+            done = await asyncio.gather(*decodings)
+            result = self._result(*done[0])
+            result |= {"seed": request.sampling.seed, "prompt_tokens": len(request.prompt_ids)}
+            if compared:
+                result |= _comparison(request, done[0][0], *done[1])
         except ServiceClosedError:
             raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
         except Exception as error:
@@ -119,8 +130,9 @@ class DecodeActor:
             logger.warning("decoding failed: %s", message)
             self._report(Tally(rows=1, failed=1))
             return carried | _failure(RowErrorType.DECODE, message)
-        tokens = result["output_tokens"]
-        self._report(Tally(rows=1, tokens=tokens, committed=tokens - 1, decode_calls=result["decode_calls"]))
+        committed = sum(result["accept_lengths"])
+        calls = result["decode_calls"]
+        self._report(Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls))
         return carried | result
 
     def _decode(self, request: Request, method: str) -> Awaitable[tuple[Completion, datetime]]:
@@ -135,17 +147,20 @@ class DecodeActor:
 
         return wait()
 
-    def _request(self, row: dict[str, Any], seed: int) -> Request:
-        sampling = self._plan.config.sampling
-        params = SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=seed,
+    def _request(self, row: dict[str, Any]) -> Request:
+        """The row as the decoder takes it, its own sampling settings over the job's."""
+        job = self._plan.config.sampling
+        sampling = row_sampling(job, row["sampling"])
+        params = sampling.params(
+            seed=row_seed(job, row["sampling"], row["row_id"]),
+            sample_index=row["sample_index"],
             eos_token_ids=frozenset(self._plan.eos_token_ids),
+            bad_words=self._bad_word_ids(tuple(sampling.bad_words)),
         )
-        return Request(row["row_id"], tuple(row["prompt_ids"]), params, self._stop)
+        stop = None
+        if sampling.stop:
+            stop = StopStrings(sampling.stop, self._text, keep=sampling.keep_stop, after=sampling.min_new_tokens)
+        return Request(row["row_id"], tuple(row["prompt_ids"]), params, stop)
 
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -156,9 +171,13 @@ class DecodeActor:
             "text": completion.stop.text if completion.stop else self._text(completion.token_ids),
             "token_ids": completion.token_ids,
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop and completion.stop.reason,
+            **logprob_columns(completion.logprobs),
             "output_tokens": len(completion.token_ids),
             "decode_calls": stats.decode_calls,
             "prefill_calls": stats.prefill_calls,
+            "prefill_tokens": stats.prefill_tokens,
+            "cached_tokens": stats.cached_tokens,
             "rows_computed": stats.rows_computed,
             "accept_lengths": stats.accept_lengths,
             "tau": stats.tau,
@@ -190,7 +209,27 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"finish_reason": "error", "error": message, "error_type": kind}
 
 
-def _comparison(method: Completion, plain: Completion, finished: datetime) -> dict[str, Any]:
+def logprob_columns(logprobs: tuple[TokenLogprobs, ...] | None) -> dict[str, Any]:
+    if logprobs is None:
+        return {"logprobs": None, "top_logprobs": None}
+    tops = [[{"token_id": token, "logprob": logprob} for token, logprob in at.top] for at in logprobs]
+    return {"logprobs": [at.logprob for at in logprobs], "top_logprobs": tops}
+
+
+def plain_request(request: Request) -> Request:
+    """A row's request to plain decoding: the same, with what a divergence's margin needs."""
+    if not _has_margins(request.sampling):
+        return request
+    wanted = max(MARGIN_LOGPROBS, request.sampling.logprobs or 0)
+    return replace(request, sampling=replace(request.sampling, logprobs=wanted))
+
+
+def _has_margins(sampling: SamplingParams) -> bool:
+    """Whether the model's best token is the chosen one: not above temperature 0, nor where its logits are edited."""
+    return sampling.temperature == 0 and not sampling.edits_logits
+
+
+def _comparison(request: Request, method: Completion, plain: Completion, finished: datetime) -> dict[str, Any]:
     """Columns that set a row beside its plain decoding."""
     divergence = first_divergence(method.token_ids, plain.token_ids)
     return {
@@ -202,7 +241,22 @@ def _comparison(method: Completion, plain: Completion, finished: datetime) -> di
         "ar_output_tokens": len(plain.token_ids),
         "exact_match": divergence is None,
         "first_divergence": divergence,
+        "divergence_margin": divergence_margin(request, method, plain),
     }
+
+
+def divergence_margin(request: Request, method: Completion, plain: Completion) -> float | None:
+    """How near a tie was where two outputs first differ: the difference of plain decoding's two best log-probabilities.
+
+    None where there is no such position: equal outputs; an output that only goes on where the other has been cut or
+    has ended (the tokens that led there are not known); draws and edited logits, whose best token is not the model's.
+    """
+    at = first_divergence(method.token_ids, plain.token_ids)
+    if at is None or at >= min(len(method.token_ids), len(plain.token_ids)) or not _has_margins(request.sampling):
+        return None
+    assert plain.logprobs is not None
+    (_, best), (_, second) = plain.logprobs[at].top[:MARGIN_LOGPROBS]
+    return best - second
 
 
 def first_divergence(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
@@ -215,11 +269,6 @@ def first_divergence(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
 def is_compared(row_key: int, fraction: float) -> bool:
     """Whether a row is in the sample that plain decoding decodes too; the key decides, so a resume picks the same."""
     return xxhash.xxh3_64_intdigest(row_key.to_bytes(8, "big")) < fraction * 2**64
-
-
-def row_seed(seed: int, row_id: str) -> int:
-    """A row's own seed: equal prompts under other ids differ, and order does not matter."""
-    return xxhash.xxh3_64_intdigest(f"{seed}\0{row_id}".encode())
 
 
 def worker_name() -> str:

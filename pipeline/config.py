@@ -6,21 +6,18 @@ complexity of a static tree) is derived here, once, so that `run.json` shows wha
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from esp_worker.tree import block_complexity
 from pipeline.errors import ConfigError
+from pipeline.sampling import ROW_KEYS, SamplingConfig
 from pipeline.schema import reserved_columns
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+from pipeline.section import Section, as_list, nearest, problems
 
 
 def _as_type_map(value: object) -> object:
@@ -35,22 +32,32 @@ def _as_type_map(value: object) -> object:
 ColumnType = Literal["string", "int64", "float64", "bool"]
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
 class InputConfig(Section):
-    """What is read. Paths: a file, a folder, a glob, or a list of these; local or s3://."""
+    """What is read. Paths: a file, a folder, a glob, or a list of these; local or s3://.
 
-    path: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    sampling_column: a column that holds a row's own sampling settings, as an object or as JSON text of one.
+    sampling_columns: settings that are columns of their own, by their names.
+    """
+
+    path: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
     format: Literal["auto", "jsonl", "parquet"] = "auto"
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
+    sampling_column: str | None = None
+    sampling_columns: Annotated[list[str], BeforeValidator(as_list)] = Field([])
     system_prompt: str | None = None
     chat_template: Literal["auto", "always", "never"] = "auto"
-    keep_columns: Annotated[dict[str, ColumnType], BeforeValidator(_as_type_map)] = {}
+    keep_columns: Annotated[dict[str, ColumnType], BeforeValidator(_as_type_map)] = Field({})
     limit: int | None = Field(None, ge=1)
+
+    @field_validator("sampling_columns")
+    @classmethod
+    def _row_keys(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in ROW_KEYS:
+                raise ValueError(f"{name} is no setting that a row may have{nearest(name, ROW_KEYS)}")
+        return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
     def _columns(self) -> Self:
@@ -188,30 +195,23 @@ class DecoderConfig(Section):
         return None if self.probe_owners == "all" else self.probe_owners
 
 
-class SamplingConfig(Section):
-    """How tokens are chosen. eos_token_ids null: the checkpoint's own; []: none."""
-
-    max_new_tokens: int = Field(256, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    seed: int = Field(0, ge=0, lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
-    eos_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-
-
 class EngineConfig(Section):
     """How an actor's engine runs.
 
     slots: sequences decoded together. max_length: prompt + output tokens (null: the model's context). threads: CPU
     threads (null: the machine's cores divided among its actors on a CPU, 1 beside a GPU). kernels: auto packs linear
-    layers where the machine can; stock leaves the model as Hugging Face has it.
+    layers where the machine can; stock leaves the model as Hugging Face has it. prefill_tokens: prompt tokens that one
+    forward pass computes at most. prefix_reuse: whether a prompt takes over the KV of another row's equal beginning.
+    cache_gib: memory for the KV cache (null: worked out from what is free).
     """
 
     slots: int = Field(8, ge=1)
     max_length: int | None = Field(None, ge=2)
     kernels: Literal["auto", "stock"] = "auto"
     threads: int | None = Field(None, ge=1)
+    prefill_tokens: int = Field(512, ge=16)
+    prefix_reuse: bool = True
+    cache_gib: float | None = Field(None, gt=0)
 
 
 class ClusterConfig(Section):
@@ -302,7 +302,7 @@ def parse_config(data: Mapping[str, Any]) -> JobConfig:
     try:
         return JobConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_problems(error))) from error
+        raise ConfigError(_told(error)) from error
 
 
 def parse_decoder(settings: Mapping[str, Any]) -> DecoderConfig:
@@ -310,7 +310,11 @@ def parse_decoder(settings: Mapping[str, Any]) -> DecoderConfig:
     try:
         return DecoderConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_problems(error, "decoder"))) from error
+        raise ConfigError(_told(error, "decoder")) from error
+
+
+def _told(error: ValidationError, *within: str) -> str:
+    return "\n".join(f"{setting}: {problem}" for setting, problem in problems(error, setting_names(), *within))
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -329,22 +333,6 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         node[parts[-1]] = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
-
-
-def _problems(error: ValidationError, *section: str) -> Iterable[str]:
-    for problem in error.errors(include_url=False):
-        location = ".".join(str(part) for part in (*section, *problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            yield f"{location}: unknown setting{_nearest(location)}"
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            shown = "" if problem["type"] in ("missing", "value_error") else f" (got {problem['input']!r})"
-            yield f"{location}: {message}{shown}"
-
-
-def _nearest(location: str) -> str:
-    matches = difflib.get_close_matches(location, setting_names(), n=1, cutoff=0.0)
-    return f"; the nearest valid key is {matches[0]}" if matches else ""
 
 
 def setting_names() -> list[str]:

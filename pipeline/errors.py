@@ -18,6 +18,7 @@ class RowErrorType(StrEnum):
     EMPTY_PROMPT = "empty_prompt"
     DUPLICATE_ID = "duplicate_id"
     INVALID_TEXT = "invalid_text"  # lone surrogates: text that no UTF-8 file can hold
+    SAMPLING = "sampling"  # a sampling setting of the row's own is unknown, of a wrong type or out of range
     TEMPLATE = "template"  # the chat template refused the messages
     PROMPT_TOO_LONG = "prompt_too_long"
     DECODE = "decode"  # the engine failed on this row

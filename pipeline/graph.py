@@ -53,7 +53,8 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
 
 
 def read(scan: Scan, plan: Plan, done: np.ndarray) -> Dataset:
-    """Rows of prepared_schema from the scanned files, without those whose keys are in `done` (sorted uint64)."""
+    """Rows of prepared_schema from the scanned files, a prompt's samples side by side, without those whose keys are in
+    `done` (sorted uint64)."""
     files = ray.data.from_items([asdict(file) for file in scan.files], override_num_blocks=len(scan.files))
     known = {"plan": plan, "duplicates": scan.duplicates, "done": ray.put(done) if len(done) else None}
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
@@ -97,16 +98,17 @@ def _read_files(
     keys = np.empty(0, np.uint64) if done is None else ray.get(done)
     preparer = _preparer(plan)
     for fields in files.to_pylist():
-        owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys)
+        owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys, plan.config.sampling.n)
         while batch := list(islice(owed, PREPARE_ROWS)):
             yield preparer.prepare(batch)
 
 
 def _prepare_table(table: pa.Table, plan: Plan) -> pa.Table:
-    return _preparer(plan).prepare(rows_from_mappings(table, RowParser(plan.config.input)))
+    rows = rows_from_mappings(table, RowParser(plan.config.input), plan.config.sampling.n)
+    return _preparer(plan).prepare(rows)
 
 
 def _preparer(plan: Plan) -> Preparer:
     model = plan.config.model
     tokenizer = load_tokenizer(find_checkpoint(plan.config).folder, model.trust_remote_code)
-    return Preparer(tokenizer, plan.config.input, plan.max_length - 1)
+    return Preparer(tokenizer, plan.config.input, plan.config.sampling, plan.max_length - 1)

@@ -32,6 +32,12 @@ def _result_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in rows["by_error_type"].items())
     yield "rows", f"{rows['done']:,} done, {rows['failed']:,} failed" + (f" ({kinds})" if kinds else "")
     yield "tokens", f"{tokens['prompt']:,} prompt, {tokens['output']:,} output"
+    if method["prefix_hit_rate"]:
+        yield (
+            "prefill",
+            f"{method['prefill_tokens']:,} prompt tokens computed, {method['cached_tokens']:,} taken over from equal "
+            f"prefixes ({_percent(method['prefix_hit_rate'])})",
+        )
     if method["tau"] is not None:
         yield (
             f"{method['name']}, all rows",
@@ -58,6 +64,14 @@ def _comparison_lines(comparison: Mapping[str, Any]) -> Iterable[tuple[str, str]
         f"{match['count']:,}/{match['of']:,}"
         + ("" if divergence is None else f", earliest difference at output position {divergence:,}"),
     )
+    margins = comparison["first_divergence"]
+    if margins["margins"]:
+        yield (
+            "margin",
+            f"where they first differ, plain decoding's two best log-probabilities lie apart by "
+            f"{_margin(margins['margin_median'])} (median of {margins['margins']:,}), {_margin(margins['margin_max'])} "
+            "(maximum)",
+        )
     yield (
         "tokens/s",
         f"ESP {_fixed(esp['tokens_per_s'], 1)}, AR {_fixed(ar['tokens_per_s'], 1)} per device; "
@@ -119,6 +133,10 @@ def _usd(value: float | None) -> str:
     return f"${value:,.2f}" if value >= 1 or value == 0 else f"${value:.3g}"
 
 
+def _margin(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3g}"
+
+
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return DASH
@@ -165,6 +183,7 @@ def _template() -> Template:
         "times": _times,
         "usd": _usd,
         "duration": _duration,
+        "margin": _margin,
     }
     environment.filters.update(filters)
     return environment.get_template("report.html.j2")

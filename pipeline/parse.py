@@ -14,9 +14,12 @@ from decimal import Decimal
 from typing import Any, Literal, TypeVar
 
 import xxhash
+from pydantic import ValidationError
 
 from pipeline.config import InputConfig
 from pipeline.errors import RowError, RowErrorType
+from pipeline.sampling import ROW_KEYS, RowSampling
+from pipeline.section import problems
 
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "object"}
 _SHOWN_COLUMNS = 8  # of a row that lacks a column, in its error
@@ -40,7 +43,10 @@ class RawRow:
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """One input row. An error row has error and error_type, and whatever identity and kept columns could be read."""
+    """One input row. An error row has error and error_type, and whatever identity and kept columns could be read.
+
+    samples: indices of the samples to make of it, each an output row (see sample_key).
+    """
 
     row_id: str
     row_key: int  # uint64; see row_key()
@@ -49,12 +55,16 @@ class ParsedRow:
     where: str  # "<file name>, line N": how error messages name this row
     messages_or_prompt: str | list[dict[str, Any]] | None  # None in an error row
     kept: dict[str, Any]
+    sampling: str | None = None  # the row's own settings: RowSampling.canonical
+    samples: tuple[int, ...] = (0,)
     error: str | None = None
     error_type: RowErrorType | None = None
 
     def failed(self, error: RowError) -> ParsedRow:
         """This row as an error row."""
-        return replace(self, messages_or_prompt=None, error=f"{self.where}: {error.message}", error_type=error.kind)
+        return replace(
+            self, messages_or_prompt=None, sampling=None, error=f"{self.where}: {error.message}", error_type=error.kind
+        )
 
 
 def row_key(name: str, row_id: str, content: bytes) -> int:
@@ -69,14 +79,22 @@ def row_key(name: str, row_id: str, content: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(identity + b"\n" + content))
 
 
+def sample_key(key: int, sample_index: int) -> int:
+    """The key of one sample of the row `key`: sample 0 has the row's own, so that raising sampling.n only adds."""
+    if sample_index == 0:
+        return key
+    return int(xxhash.xxh3_64_intdigest(key.to_bytes(8, "big") + sample_index.to_bytes(4, "big")))
+
+
 class RowParser:
     """Turns one raw mapping into a ParsedRow by the config's rules. Never raises for bad data."""
 
     def __init__(self, config: InputConfig) -> None:
         self.config = config
+        sampling = [*([config.sampling_column] if config.sampling_column else []), *config.sampling_columns]
         named = [config.text_column, *([config.id_column] if config.id_column else []), *config.keep_columns]
-        self.columns = list(dict.fromkeys(named))  # all that is read of a row
-        self._content_columns = dict.fromkeys([config.text_column, *config.keep_columns])
+        self.columns = list(dict.fromkeys([*named, *sampling]))  # all that is read of a row
+        self._content_columns = dict.fromkeys([config.text_column, *config.keep_columns, *sampling])
 
     def parse(self, raw: RawRow, name: str = "", unit: Literal["line", "row"] = "row") -> ParsedRow:
         """`name` is the file's; "" for rows that come from no file, whose id without id_column is a content hash."""
@@ -97,15 +115,16 @@ class RowParser:
         return _valid_text(column, value)
 
     def _parse(self, raw: RawRow, name: str, unit: str) -> ParsedRow:
-        problems = [raw.error] if raw.error else []
+        faults = [raw.error] if raw.error else []
         content = raw.line if raw.error and raw.line else self._content(raw.values)
         default_id = f"{name}:{raw.index + 1}" if name else xxhash.xxh3_128_hexdigest(content)
-        row_id = self.config.id_column and attempt(problems, self.read_id, raw)
-        text = attempt(problems, self._read_text, raw)
+        row_id = self.config.id_column and attempt(faults, self.read_id, raw)
+        text = attempt(faults, self._read_text, raw)
         kept = {
-            column: attempt(problems, _keep, column, kind, raw.values)
+            column: attempt(faults, _keep, column, kind, raw.values)
             for column, kind in self.config.keep_columns.items()
         }
+        sampling = attempt(faults, self._read_sampling, raw)
         row_id = row_id or default_id
         row = ParsedRow(
             row_id=row_id,
@@ -115,8 +134,9 @@ class RowParser:
             where=where_in_file(name, raw.index, unit) if name else f"row {row_id[:80]}",
             messages_or_prompt=text,
             kept=kept,
+            sampling=sampling,
         )
-        return row.failed(problems[0]) if problems else row
+        return row.failed(faults[0]) if faults else row
 
     def _content(self, values: Mapping[str, Any]) -> bytes:
         """Canonical JSON of what the output depends on. `repr` serves Parquet's values that JSON lacks."""
@@ -128,13 +148,26 @@ class RowParser:
             return _read_messages(self.config.messages_column, raw)
         return _read_prompt(self.config.text_column, raw)
 
+    def _read_sampling(self, raw: RawRow) -> str | None:
+        """The row's own sampling settings, None where it has none."""
+        column = self.config.sampling_column
+        given = _read_settings(column, raw.values.get(column)) if column else {}
+        places = {name: f"column {column!r}, key {name!r:.60}" for name in given}
+        for name in self.config.sampling_columns:
+            if raw.values.get(name) is None:
+                continue
+            if given.get(name) is not None:
+                raise RowError(RowErrorType.SAMPLING, f"{places[name]} has a column of its own too; give it once")
+            given[name], places[name] = raw.values[name], f"column {name!r}"
+        return _canonical_settings(given, places)
 
-def attempt(problems: list[RowError], read: Callable[..., _T], *arguments: Any) -> _T | None:
+
+def attempt(faults: list[RowError], read: Callable[..., _T], *arguments: Any) -> _T | None:
     """What `read` returns; or None, with its RowError noted, so that the row's other columns are still read."""
     try:
         return read(*arguments)
     except RowError as error:
-        problems.append(error)
+        faults.append(error)
         return None
 
 
@@ -156,6 +189,28 @@ def _read_messages(column: str, raw: RawRow) -> list[dict[str, Any]]:
     if not any(message["content"].strip() for message in messages):
         raise RowError(RowErrorType.EMPTY_PROMPT, f"column {column!r} holds no text; expected messages with content")
     return messages
+
+
+def _read_settings(column: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(RowErrorType.SAMPLING, f"column {column!r} is not valid JSON: {str(error)[:100]}") from error
+    if value is not None and not isinstance(value, dict):
+        raise _wrong_type(column, "an object of sampling settings, or JSON text of one", value)
+    return dict(value or {})
+
+
+def _canonical_settings(given: Mapping[str, Any], places: Mapping[str, str]) -> str | None:
+    """Canonical JSON of a row's settings. `places` says where each stands, for errors."""
+    try:
+        settings = RowSampling.model_validate(given)
+    except ValidationError as error:
+        name, message = next(iter(problems(error, ROW_KEYS)))
+        place = places.get(name) or places[name.partition(".")[0]]
+        raise RowError(RowErrorType.SAMPLING, f"{place}: {message:.200}") from error
+    return settings.canonical()
 
 
 def _read_message(path: str, message: Any) -> dict[str, Any]:

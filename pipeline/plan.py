@@ -6,18 +6,24 @@ run.json as it is. Nothing here starts work or writes.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from esp_worker.checkpoint import Checkpoint, ModelError, eos_token_ids, resolve
+from esp_worker.checkpoint import Checkpoint, ModelError, eos_token_ids, read_json, resolve
 from esp_worker.model import read_config
 from pipeline.config import JobConfig
 from pipeline.errors import ConfigError
+from pipeline.generation import FILE, GenerationDefaults, generation_defaults, with_defaults
 from pipeline.prepare import Preparer, load_tokenizer
+from pipeline.sampling import bad_word_ids
 from pipeline.source import canonical_paths
+
+logger = logging.getLogger(__name__)
 
 # Logical CPUs that must stay free for reading and writing while every actor holds its own.
 SPARE_CPUS = 1.0
@@ -35,7 +41,7 @@ class Node:
 class Plan:
     """A JobConfig with nothing left open. Sent to every actor."""
 
-    config: JobConfig
+    config: JobConfig  # its sampling section holds what generation.taken brought
     model_identity: str  # hub id and commit, or a digest of the files
     dtype: str
     device: str  # cpu | cuda
@@ -44,6 +50,7 @@ class Plan:
     num_gpus: float  # of one actor
     max_length: int
     eos_token_ids: tuple[int, ...]
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def resolved(self) -> dict[str, Any]:
         """The configuration as it runs, for run.json: the file's sections with the derived values in place."""
@@ -52,23 +59,31 @@ class Plan:
         data["engine"] |= {"threads": self.threads, "max_length": self.max_length}
         data["cluster"] |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         data["sampling"] |= {"eos_token_ids": list(self.eos_token_ids)}
+        data["generation_config"] = {
+            "rule": self.config.sampling.generation_config,
+            "taken": self.generation.taken,
+            "not_taken": self.generation.not_taken,
+        }
         return data
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that changes a row's tokens or the output's columns. In 16 bits the method and the slots are part
-        of it, since kernels round differently for different numbers of rows."""
+        """Everything that changes a row's tokens or the output's columns, as JSON gives it back. In 16 bits the method,
+        the slots and the prefill are part of it, since kernels round differently for different numbers of rows.
+        sampling.n is not: raising it adds samples to the rows that are there."""
         config = self.config
+        sampling = config.sampling.model_dump(exclude={"n", "generation_config"})
         parts: dict[str, Any] = {
             "model": self.model_identity,
             "dtype": self.dtype,
             "max_length": self.max_length,
-            "sampling": config.sampling.model_dump() | {"eos_token_ids": sorted(self.eos_token_ids)},
+            "sampling": sampling | {"eos_token_ids": sorted(self.eos_token_ids)},
             # Where the files are, however it is written; credentials never reach a path (storage refuses them).
             "input": config.input.model_dump(exclude={"limit", "path"}) | {"path": canonical_paths(config.input)},
         }
         if self.dtype in ("bfloat16", "float16"):
-            parts |= {"decoder": config.decoder.model_dump(), "slots": config.engine.slots, "device": self.device}
-        return parts
+            engine = config.engine.model_dump(include={"slots", "prefill_tokens", "prefix_reuse"})
+            parts |= {"decoder": config.decoder.model_dump(), "engine": engine, "device": self.device}
+        return dict(json.loads(json.dumps(parts)))  # a token id that is a key comes back from run.json as text
 
 
 def make_plan(config: JobConfig, nodes: Sequence[Node]) -> Plan:
@@ -77,6 +92,8 @@ def make_plan(config: JobConfig, nodes: Sequence[Node]) -> Plan:
     model_config = read_model_config(config, checkpoint.folder)
     device = _device(config, nodes)
     threads = config.engine.threads or _threads(config, device, nodes)
+    generation = _generation(config, checkpoint.folder)
+    config = config.model_copy(update={"sampling": with_defaults(config.sampling, generation)})
     num_gpus = config.cluster.num_gpus
     plan = Plan(
         config=config,
@@ -88,10 +105,13 @@ def make_plan(config: JobConfig, nodes: Sequence[Node]) -> Plan:
         num_gpus=(1.0 if device == "cuda" else 0.0) if num_gpus is None else num_gpus,
         max_length=_max_length(config, model_config),
         eos_token_ids=_eos(config, checkpoint.folder),
+        generation=generation,
     )
     if device == "cuda" and plan.num_gpus == 0:
         raise ConfigError("cluster.num_gpus: 0 with model.device: cuda; an actor must ask Ray for the GPU it uses")
-    Preparer(load_tokenizer(checkpoint.folder, config.model.trust_remote_code), config.input, plan.max_length - 1)
+    tokenizer = load_tokenizer(checkpoint.folder, config.model.trust_remote_code)
+    Preparer(tokenizer, config.input, config.sampling, plan.max_length - 1)
+    _check_tokens(config, tokenizer, model_config)
     check_cluster(plan, nodes)
     return plan
 
@@ -165,6 +185,32 @@ def _max_length(config: JobConfig, model_config: Any) -> int:
     if wanted is not None and wanted > context:
         raise ConfigError(f"engine.max_length: {wanted} is beyond the model's context of {context} tokens")
     return wanted or context
+
+
+def _check_tokens(config: JobConfig, tokenizer: Any, model_config: Any) -> None:
+    """The settings that speak of tokens must speak of the model's."""
+    try:
+        bad_word_ids(tokenizer, config.sampling.bad_words)
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from error
+    outside = [token for token in config.sampling.logit_bias if token >= model_config.vocab_size]
+    if outside:
+        raise ConfigError(
+            f"sampling.logit_bias: token {outside[0]} is outside the model's vocabulary of {model_config.vocab_size}"
+        )
+
+
+def _generation(config: JobConfig, folder: Path) -> GenerationDefaults:
+    """What generation_config.json gives; its sampling settings that stay behind are told once."""
+    try:
+        found = generation_defaults(read_json(folder, FILE), config.sampling)
+    except ModelError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    if found.not_taken:
+        told = ", ".join(f"{key}: {value!r:.60}" for key, value in found.not_taken.items())
+        rule = config.sampling.generation_config
+        logger.info("not taken from the checkpoint's %s (sampling.generation_config: %s): %s", FILE, rule, told)
+    return found
 
 
 def _eos(config: JobConfig, folder: Path) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowError, RowErrorType
-from pipeline.parse import ParsedRow, RowParser
+from pipeline.parse import ParsedRow, RowParser, sample_key
+from pipeline.sampling import SamplingConfig, row_sampling
 from pipeline.schema import prepared_schema
 from pipeline.source import table_rows
 
@@ -38,36 +39,53 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 class Preparer:
     """Applies the chat template and tokenizes. `max_prompt_tokens`: what engine.max_length leaves for a prompt."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: InputConfig, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: InputConfig,
+        sampling: SamplingConfig,
+        max_prompt_tokens: int,
+    ) -> None:
         """Raises ConfigError when the config needs a chat template and the tokenizer has none."""
         self.tokenizer = tokenizer
         self.config = config
+        self.sampling = sampling
         self.max_prompt_tokens = max_prompt_tokens
         self.schema = prepared_schema(config.keep_columns)
         self._use_template = _use_template(tokenizer, config)
 
     def prepare(self, rows: Iterable[ParsedRow]) -> pa.Table:
-        """One table row per input row, in order, of `schema`; an error row has null prompt_ids."""
-        records = [self._record(row) for row in rows]
+        """A table row per sample of each input row, in order, of `schema`; an error row has null prompt_ids."""
+        records = [record for row in rows for record in self._records(row)]
         return pa.Table.from_pylist(records, schema=self.schema)
 
-    def _record(self, row: ParsedRow) -> dict[str, Any]:
+    def _records(self, row: ParsedRow) -> list[dict[str, Any]]:
         prompt_ids = None
         if row.error is None:
             try:
                 prompt_ids = self._prompt_ids(row)
+                self._check_sampling(row)
             except RowError as error:
-                row = row.failed(error)
-        return {
+                prompt_ids, row = None, row.failed(error)
+        record = {
             "row_id": row.row_id,
-            "row_key": row.row_key,
             "source_file": row.source_file,
             "row_index": row.row_index,
             **row.kept,
             "prompt_ids": prompt_ids,
+            "sampling": row.sampling,
             "error": row.error,
             "error_type": row.error_type,
         }
+        return [{**record, "row_key": sample_key(row.row_key, i), "sample_index": i} for i in row.samples]
+
+    def _check_sampling(self, row: ParsedRow) -> None:
+        """Each setting is valid in itself; the row's and the config's must go together too."""
+        try:
+            row_sampling(self.sampling, row.sampling)
+        except ValueError as error:
+            reason = f"the row's sampling settings do not go with the others: {error}"
+            raise RowError(RowErrorType.SAMPLING, reason) from error
 
     def _prompt_ids(self, row: ParsedRow) -> list[int]:
         assert row.messages_or_prompt is not None
@@ -109,13 +127,14 @@ class Preparer:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 
-def rows_from_mappings(table: pa.Table, parser: RowParser) -> list[ParsedRow]:
-    """Rows of a user's own Ray Dataset block: no file, index -1.
+def rows_from_mappings(table: pa.Table, parser: RowParser, n: int) -> list[ParsedRow]:
+    """Rows of a user's own Ray Dataset block, n samples of each: no file, index -1.
 
     Without id_column a row's id is a hash of its content, so rows that are equal share id and key. Ids in id_column
     are taken as given: duplicates are not looked for.
     """
-    return [parser.parse(replace(raw, index=-1)) for raw in table_rows(table, parser.columns)]
+    parsed = (parser.parse(replace(raw, index=-1)) for raw in table_rows(table, parser.columns))
+    return [replace(row, samples=tuple(range(n))) for row in parsed]
 
 
 def _use_template(tokenizer: PreTrainedTokenizerBase, config: InputConfig) -> bool:

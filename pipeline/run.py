@@ -51,10 +51,15 @@ class Job:
     def config(self) -> JobConfig:
         return self.plan.config
 
+    @property
+    def total(self) -> int:
+        """Output rows of the whole job: sampling.n of each input row."""
+        return self.scan.total * self.config.sampling.n
+
 
 @dataclass(frozen=True)
 class Work:
-    """What is left of a job: `done`, the sorted keys of rows in the folder, and how many input rows are not there."""
+    """What is left of a job: `done`, the sorted keys of rows in the folder, and how many output rows are not there."""
 
     done: np.ndarray
     owed: int
@@ -74,9 +79,10 @@ def count_work(job: Job) -> Work:
     """Compare the input with the rows that the folder holds."""
     done = np.empty(0, np.uint64) if job.config.output.overwrite else job.folder.finished_keys()
     if not len(done):
-        return Work(done, job.scan.total)
+        return Work(done, job.total)
     known = ray.put(done)
-    calls = [(file, job.config.input, job.scan.duplicates, known) for file in job.scan.files]
+    n = job.config.sampling.n
+    calls = [(file, job.config.input, job.scan.duplicates, known, n) for file in job.scan.files]
     return Work(done, sum(_on_cluster(count_owed, calls)))
 
 
@@ -111,11 +117,11 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
     work = count_work(job)  # after the claim: from here on nobody else adds rows
     if not job.scan.total:
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
-    already_done = job.scan.total - work.owed
+    already_done = job.total - work.owed
     stale = len(work.done) - already_done
     if stale:
         logger.warning(
-            "%d rows in %s are not of this input (edited, removed or beyond input.limit); they stay",
+            "%d rows in %s are not of this input (edited, removed, beyond input.limit or sampling.n); they stay",
             stale,
             job.folder.place.uri,
         )
@@ -129,6 +135,7 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
     failed = table.num_rows - table["error_type"].null_count
     run["counts"] = {
         "input_rows": job.scan.total,
+        "samples": job.config.sampling.n,
         "already_done": already_done,
         "rows": table.num_rows,
         "not_in_input": stale,

@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError
-from pipeline.parse import ParsedRow, RowParser, attempt
+from pipeline.parse import ParsedRow, RowParser, attempt, sample_key
 from pipeline.source import Position, SourceFile, count_rows, raw_rows, read_rows
 
 
@@ -60,18 +60,25 @@ def scan(files: Sequence[SourceFile], config: InputConfig) -> Scan:
 
 
 def owed_rows(
-    file: SourceFile, config: InputConfig, duplicates: Mapping[Position, Position], done: np.ndarray
+    file: SourceFile, config: InputConfig, duplicates: Mapping[Position, Position], done: np.ndarray, n: int
 ) -> Iterator[ParsedRow]:
-    """The file's rows whose keys are not in `done` (sorted uint64)."""
+    """The file's rows with those of their samples 0..n-1 whose keys are not in `done` (sorted uint64), if any."""
     for row in read_rows(file, config, duplicates):
-        at = np.searchsorted(done, np.uint64(row.row_key))
-        if at == len(done) or done[at] != np.uint64(row.row_key):
-            yield row
+        samples = tuple(sample for sample in range(n) if not _holds(done, sample_key(row.row_key, sample)))
+        if samples:
+            yield replace(row, samples=samples)
 
 
-def count_owed(file: SourceFile, config: InputConfig, duplicates: Mapping[Position, Position], done: np.ndarray) -> int:
-    """How many owed_rows gives; parses the whole file. Fit for a remote task."""
-    return sum(1 for _ in owed_rows(file, config, duplicates, done))
+def _holds(done: np.ndarray, key: int) -> bool:
+    at = np.searchsorted(done, np.uint64(key))
+    return bool(at < len(done) and done[at] == np.uint64(key))
+
+
+def count_owed(
+    file: SourceFile, config: InputConfig, duplicates: Mapping[Position, Position], done: np.ndarray, n: int
+) -> int:
+    """How many samples owed_rows gives; parses the whole file. Fit for a remote task."""
+    return sum(len(row.samples) for row in owed_rows(file, config, duplicates, done, n))
 
 
 def scan_file(file: SourceFile, config: InputConfig) -> FileScan:

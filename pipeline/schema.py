@@ -19,7 +19,7 @@ KEEP_TYPES: dict[str, pa.DataType] = {
 # Columns that identify a row; carried unchanged from the source to the output.
 IDENTITY_FIELDS = [
     pa.field("row_id", pa.string(), nullable=False),  # the input's id, else "<file>:<line>"
-    pa.field("row_key", pa.uint64(), nullable=False),  # hash of (file identity, id, content); see parse.row_key
+    pa.field("row_key", pa.uint64(), nullable=False),  # hash of (file identity, id, content), sample; see parse.row_key
     pa.field(
         "source_file", pa.string(), nullable=False
     ),  # relative to input.path (the whole path where there are several)
@@ -36,11 +36,19 @@ RESULT_FIELDS = [
     pa.field("text", pa.string()),
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("finish_reason", pa.string(), nullable=False),  # stop | length | error
+    pa.field("stop_reason", pa.string()),  # the stop string that ended the row
+    # One entry a token, null unless sampling.logprobs is set: under the model's own distribution, before any setting.
+    pa.field("logprobs", pa.list_(pa.float32())),
+    pa.field(
+        "top_logprobs", pa.list_(pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])))
+    ),  # the most probable tokens, best first
     *ERROR_FIELDS,
     pa.field("prompt_tokens", pa.int32()),
     pa.field("output_tokens", pa.int32()),
     pa.field("decode_calls", pa.int32()),
     pa.field("prefill_calls", pa.int32()),
+    pa.field("prefill_tokens", pa.int32()),  # prompt tokens computed
+    pa.field("cached_tokens", pa.int32()),  # prompt tokens taken over from another row's KV
     pa.field("rows_computed", pa.int64()),
     pa.field("accept_lengths", pa.list_(pa.int16())),
     pa.field("tau", pa.float64()),
@@ -64,6 +72,7 @@ RESULT_FIELDS = [
     pa.field("ar_output_tokens", pa.int32()),
     pa.field("exact_match", pa.bool_()),
     pa.field("first_divergence", pa.int32()),  # 0-based output position; null where equal
+    pa.field("divergence_margin", pa.float64()),  # there, plain decoding's two best log-probabilities: their difference
 ]
 
 
@@ -73,10 +82,14 @@ def keep_fields(keep_columns: Mapping[str, str]) -> list[pa.Field]:
 
 
 def prepared_schema(keep_columns: Mapping[str, str]) -> pa.Schema:
-    """Rows ready to decode: identity, kept columns, prompt_ids (null for a row that already failed), error."""
-    return pa.schema(
-        [*IDENTITY_FIELDS, *keep_fields(keep_columns), pa.field("prompt_ids", pa.list_(pa.int32())), *ERROR_FIELDS]
-    )
+    """Rows ready to decode, one a sample: identity, kept columns, prompt_ids (null for a row that already failed),
+    sampling (the row's own settings as JSON; see pipeline.sampling.RowSampling), error."""
+    ready = [
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("sampling", pa.string()),
+    ]
+    return pa.schema([*IDENTITY_FIELDS, *keep_fields(keep_columns), *ready, *ERROR_FIELDS])
 
 
 def output_schema(keep_columns: Mapping[str, str]) -> pa.Schema:
@@ -86,4 +99,4 @@ def output_schema(keep_columns: Mapping[str, str]) -> pa.Schema:
 
 def reserved_columns() -> frozenset[str]:
     """Names that `input.keep_columns` must not use, since the output has its own column of that name."""
-    return frozenset(field.name for field in [*IDENTITY_FIELDS, *RESULT_FIELDS]) | {"prompt_ids"}
+    return frozenset(field.name for field in [*IDENTITY_FIELDS, *RESULT_FIELDS]) | {"prompt_ids", "sampling"}

@@ -15,6 +15,7 @@ import yaml
 
 from esp_worker import reference
 from esp_worker.model import CausalModel
+from esp_worker.stopping import StopStrings
 from esp_worker.types import Request, SamplingParams
 from jobs.generate import main
 from pipeline.prepare import load_tokenizer
@@ -50,7 +51,7 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         rows = self.table.to_pylist()
-        return sorted(rows, key=lambda row: (row["source_file"], row["row_index"]))
+        return sorted(rows, key=lambda row: (row["source_file"], row["row_index"], row["sample_index"]))
 
     def json(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / name).read_text(encoding="utf-8"))
@@ -89,12 +90,16 @@ class Command:
 
 def expected_tokens(model: CausalModel, folder: Path, rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """What the reference gives for prompt rows under the chat template."""
+    return {row["id"]: expected(model, folder, row["prompt"]).token_ids for row in rows}
+
+
+def expected(
+    model: CausalModel, folder: Path, prompt: str, stop: StopStrings | None = None, **sampling: Any
+) -> reference.ReferenceCompletion:
+    """What the reference gives for one prompt under the chat template."""
     tokenizer = load_tokenizer(folder)
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset([tokenizer.eos_token_id]))
-    expected = {}
-    for row in rows:
-        chat = [{"role": "user", "content": row["prompt"]}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected[row["id"]] = reference.decode(model, Request(row["id"], tuple(ids), sampling)).token_ids
-    return expected
+    params = {"max_new_tokens": NEW_TOKENS, "eos_token_ids": frozenset([tokenizer.eos_token_id]), **sampling}
+    chat = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return reference.decode(model, Request(prompt, tuple(ids), SamplingParams(**params), stop))

@@ -63,8 +63,8 @@ def test_three_bad_lines_among_forty(command: Command, tiny_fp64: CausalModel, t
     assert report["comparison"]["exact_match"] == {"count": 37, "of": 37, "rate": 1.0}
     run = result.json("run.json")
     assert run["status"] == "finished"
-    counts = {"input_rows": 40, "already_done": 0, "rows": 40, "not_in_input": 0, "failed": 3, "shards": 4}
-    assert run["counts"] == counts
+    counts = {"input_rows": 40, "samples": 1, "already_done": 0, "rows": 40, "not_in_input": 0, "failed": 3}
+    assert run["counts"] == {**counts, "shards": 4}
     assert run["config"]["engine"]["max_length"] == 160
     assert "37/37" in result.out
     assert str(result.folder / "report.html") in result.out

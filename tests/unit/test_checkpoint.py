@@ -285,5 +285,9 @@ def test_eos_token_ids(tmp_path: Path, generation: Any, config: Any, expected: s
 
 def test_read_json(tmp_path: Path) -> None:
     assert read_json(tmp_path, "absent.json") == {}
+    for content, message in (("{", "is not valid JSON"), ("[1]", "holds no JSON object"), ("", "is not valid JSON")):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ModelError, match=f"bad.json {message}"):
+            read_json(tmp_path, "bad.json")
     (tmp_path / "a.json").write_text('{"name": "ü"}', encoding="utf-8")
     assert read_json(tmp_path, "a.json") == {"name": "ü"}

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from esp_worker.types import SamplingParams
 from jobs import generate
 from pipeline.config import JobConfig, load_config, parse_config, parse_decoder, setting_names
 from pipeline.errors import ConfigError
+from pipeline.sampling import ROW_KEYS, SamplingConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MINIMAL = {"input": {"path": "in.jsonl"}, "output": {"path": "out"}, "model": {"path": "m"}}
@@ -100,7 +102,17 @@ def test_missing_sections_and_paths(section: str) -> None:
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature", "'hot'"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature", "nan"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p", "0"),
-        ({"sampling": {"seed": 2**63}}, "sampling.seed", str(2**63)),
+        ({"sampling": {"seed": 2**64}}, "sampling.seed", str(2**64)),
+        ({"sampling": {"logit_bias": {-1: 2.0}}}, "sampling.logit_bias.-1", "-1"),
+        ({"sampling": {"logit_bias": {5: "much"}}}, "sampling.logit_bias.5", "'much'"),
+        ({"sampling": {"logit_bias": {5: float("inf")}}}, "sampling.logit_bias.5", "inf"),
+        ({"sampling": {"logit_bias": [5]}}, "sampling.logit_bias", "[5]"),
+        ({"sampling": {"bad_words": [""]}}, "sampling.bad_words.0", "''"),
+        ({"sampling": {"keep_stop": "perhaps"}}, "sampling.keep_stop", "'perhaps'"),
+        ({"sampling": {"n": 0}}, "sampling.n", "0"),
+        ({"sampling": {"generation_config": "some"}}, "sampling.generation_config", "'some'"),
+        ({"engine": {"prefill_tokens": 15}}, "engine.prefill_tokens", "15"),
+        ({"engine": {"cache_gib": 0}}, "engine.cache_gib", "0"),
         ({"sampling": {"eos_token_ids": 2}}, "sampling.eos_token_ids", "2"),
         ({"sampling": {"stop": ["a", ""]}}, "sampling.stop.1", "''"),
         ({"output": {"resume": "maybe"}}, "output.resume", "'maybe'"),
@@ -124,7 +136,69 @@ def test_wrong_value_names_the_setting_and_the_value(sections: dict[str, Any], s
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "rule"),
+    [
+        ("max_new_tokens", -1, "must not be negative"),
+        ("min_new_tokens", -1, "must lie in 0..max_new_tokens"),
+        ("temperature", -1.0, "must be 0 or >= 0.0001"),
+        ("temperature", 1e-5, "must be 0 or >= 0.0001"),
+        ("top_k", -1, "must not be negative (0 is off)"),
+        ("top_p", 1.5, "must lie in (0, 1]"),
+        ("min_p", -0.5, "must lie in [0, 1]"),
+        ("repetition_penalty", 0.0, "must be positive and finite"),
+        ("seed", -1, "must fit in 64 unsigned bits"),
+        ("logprobs", -1, "must be None or not negative"),
+    ],
+)
+def test_sampling_rules_are_the_decoders(setting: str, value: float, rule: str) -> None:
+    assert problem(sampling={setting: value}) == f"sampling.{setting}: {rule} (got {value!r})"
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        SamplingParams(**{"max_new_tokens": 1, setting: value})
+    assert str(caught.value) == f"{setting} {rule}, got {value}"
+
+
+def test_sampling_settings_must_go_together() -> None:
+    message = "sampling: min_new_tokens must lie in 0..max_new_tokens, got 257"
+    assert problem(sampling={"min_new_tokens": 257}) == message
+    assert config_of(sampling={"min_new_tokens": 0, "max_new_tokens": 0}).sampling.max_new_tokens == 0
+
+
+def test_sampling_settings_reach_the_decoder() -> None:
+    given = {
+        "max_new_tokens": 9,
+        "min_new_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "logprobs": 2,
+    }
+    sampling = config_of(sampling={**given, "logit_bias": {5: 1, "6": -2.5}}).sampling
+    params = sampling.params(seed=8, sample_index=3, eos_token_ids=frozenset([2]), bad_words=((1, 2),))
+    rest = {"seed": 8, "sample_index": 3, "eos_token_ids": frozenset([2]), "bad_words": ((1, 2),)}
+    assert params == SamplingParams(**given, **rest, logit_bias=((5, 1.0), (6, -2.5)))
+    assert SamplingConfig().params(seed=0) == SamplingParams(max_new_tokens=256)
+
+
 # ------------------------------------------------------------------------------------------------------------ input
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("seed", ["seed"]), (["top_p", "seed", "top_p"], ["top_p", "seed"]), ([], [])]
+)
+def test_sampling_columns(given: Any, expected: list[str]) -> None:
+    assert config_of(input={"sampling_columns": given}).input.sampling_columns == expected
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs", "eos_token_ids", "temprature"])
+def test_sampling_columns_are_settings_that_a_row_may_have(name: str) -> None:
+    message = problem(input={"sampling_columns": ["seed", name]})
+    assert message.startswith(f"input.sampling_columns: {name} is no setting that a row may have; the nearest valid")
+    assert message.rpartition(" ")[2] in ROW_KEYS
 
 
 def test_path_forms() -> None:
@@ -421,6 +495,16 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         {"decoder": {"tree": "best_first", "init": "offset", "init_offset": 2.5, "impl": "naive", "probe_owners": 3}},
         {"decoder": {"method": "ar", "block_complexity": 2}},
         {"input": {"messages_column": "c", "keep_columns": {"a": "bool"}}, "sampling": {"stop": "\n\n", "seed": 7}},
+        {
+            "sampling": {
+                "logit_bias": {5: 1.5},
+                "bad_words": ["a", "\u00fc"],
+                "n": 3,
+                "logprobs": 0,
+                "max_new_tokens": 0,
+            }
+        },
+        {"input": {"sampling_column": "p", "sampling_columns": ["seed"]}, "engine": {"cache_gib": 1.5}},
     ],
 )
 def test_a_dump_parses_to_the_same_configuration(tmp_path: Path, sections: dict[str, Any]) -> None:

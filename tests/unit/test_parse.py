@@ -7,10 +7,12 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from pipeline.config import InputConfig
 from pipeline.errors import RowError, RowErrorType
-from pipeline.parse import ParsedRow, RawRow, RowParser, row_key
+from pipeline.parse import ParsedRow, RawRow, RowParser, row_key, sample_key
+from pipeline.sampling import ROW_KEYS, SamplingConfig, row_sampling, row_seed
 
 
 def parse_rows(*rows: Mapping[str, Any], **settings: Any) -> list[ParsedRow]:
@@ -239,6 +241,122 @@ def test_parser_without_a_file() -> None:
     assert good.row_id != bad.row_id
 
 
+# --------------------------------------------------------------------------------------------------- sampling settings
+
+
+ALL_SETTINGS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": -0.2,
+    "logit_bias": {"5": 1.0},
+    "bad_words": ["no"],
+    "stop": ["\n", "\u00fc"],
+    "keep_stop": True,
+    "min_new_tokens": 2,
+    "max_new_tokens": 40,
+    "seed": 2**64 - 1,
+}
+
+
+def test_all_settings_of_a_row() -> None:
+    text = json.dumps(ALL_SETTINGS)
+    assert set(ALL_SETTINGS) == set(ROW_KEYS)
+    rows = parse_rows({"prompt": "x", "p": ALL_SETTINGS}, {"prompt": "x", "p": text}, sampling_column="p")
+    own = parse_rows({"prompt": "x", **ALL_SETTINGS}, sampling_columns=list(ALL_SETTINGS))
+    for row in [*rows, *own]:
+        assert row.error is None
+        assert json.loads(row.sampling or "") == ALL_SETTINGS
+    assert rows[0].sampling == rows[1].sampling == own[0].sampling
+    sampling = row_sampling(SamplingConfig(top_p=0.2, n=4), rows[0].sampling)
+    assert sampling == SamplingConfig(**ALL_SETTINGS, n=4)
+
+
+def test_settings_that_a_row_leaves_out_are_the_jobs() -> None:
+    config = SamplingConfig(temperature=0.7, top_k=5, stop=["a"], min_new_tokens=3)
+    for given in (None, {}, {"temperature": None}, "{}", "null", dict.fromkeys(ROW_KEYS)):
+        row = only({"prompt": "x", "p": given, "seed": None}, sampling_column="p", sampling_columns=["seed"])
+        assert (row.error, row.sampling) == (None, None)
+        assert row_sampling(config, row.sampling) == config
+    row = only({"prompt": "x", "p": {"temperature": 0, "stop": []}}, sampling_column="p")
+    assert row_sampling(config, row.sampling) == SamplingConfig(top_k=5, min_new_tokens=3)
+
+
+def test_absent_sampling_columns_are_null() -> None:
+    assert only({"prompt": "x"}, sampling_column="p", sampling_columns=["seed"]).sampling is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "column 'p', key 'temperature': must be 0 or >= 0.0001 (got -1)"),
+        ({"temperature": "hot"}, "column 'p', key 'temperature': Input should be a valid number (got 'hot')"),
+        ({"temperature": True}, "column 'p', key 'temperature': Input should be a valid number (got True)"),
+        ({"temperature": float("nan")}, "key 'temperature': Input should be a finite number (got nan)"),
+        ({"top_k": 1.0}, "column 'p', key 'top_k': Input should be a valid integer (got 1.0)"),
+        ({"top_k": "5"}, "column 'p', key 'top_k': Input should be a valid integer (got '5')"),
+        ({"top_p": 0}, "column 'p', key 'top_p': must lie in (0, 1] (got 0)"),
+        ({"min_p": 2}, "column 'p', key 'min_p': must lie in [0, 1] (got 2)"),
+        ({"seed": -1}, "column 'p', key 'seed': must fit in 64 unsigned bits (got -1)"),
+        ({"max_new_tokens": -1}, "column 'p', key 'max_new_tokens': must not be negative (got -1)"),
+        ({"keep_stop": 1}, "column 'p', key 'keep_stop': Input should be a valid boolean (got 1)"),
+        ({"stop": ["a", ""]}, "column 'p', key 'stop': String should have at least 1 character (got '')"),
+        ({"stop": 5}, "column 'p', key 'stop': Input should be a valid list (got 5)"),
+        ({"bad_words": [5]}, "column 'p', key 'bad_words': Input should be a valid string (got 5)"),
+        ({"logit_bias": {"five": 1}}, "column 'p', key 'logit_bias': Input should be a valid integer"),
+        ({"logit_bias": {"-5": 1}}, "column 'p', key 'logit_bias': Input should be"),
+        ({"logit_bias": {"5": "1"}}, "column 'p', key 'logit_bias': Input should be a valid number (got '1')"),
+        ({"logit_bias": [5]}, "column 'p', key 'logit_bias': Input should be a valid dictionary (got [5])"),
+        ({"temprature": 1}, "key 'temprature': unknown setting; the nearest valid key is temperature"),
+        ({"n": 2}, "column 'p', key 'n': unknown setting; the nearest valid key is "),
+        ({"logprobs": 2}, "column 'p', key 'logprobs': unknown setting; the nearest valid key is "),
+        ({"eos_token_ids": [2]}, "column 'p', key 'eos_token_ids': unknown setting"),
+        ({"stop.0": 2}, "column 'p', key 'stop.0': unknown setting; the nearest valid key is stop"),
+        ({"x" * 1000: None}, "unknown setting"),
+        ({"stop": "x" * 1000, "seed": "x" * 1000}, "key 'seed': Input should be a valid integer"),
+        ("{", "column 'p' is not valid JSON"),
+        ("temperature", "column 'p' is not valid JSON"),
+        ("[1]", "column 'p' must be an object of sampling settings, or JSON text of one, found list"),
+        (5, "column 'p' must be an object of sampling settings, or JSON text of one, found integer 5"),
+        ({"seed": 1, "top_p": 0.5}, "column 'p', key 'top_p' has a column of its own too; give it once"),
+        ({"stop": "\ud800"}, "column 'p', key 'stop': Input should be a valid string, unable to parse raw"),
+        ({"bad_words": ["ok", "\ud800"]}, "column 'p', key 'bad_words': Input should be a valid string"),
+    ],
+)
+def test_bad_sampling_settings_name_their_place(given: Any, message: str) -> None:
+    settings = {"sampling_column": "p", "sampling_columns": ["top_p"]}
+    own = {"top_p": 0.1} if isinstance(given, dict) and "seed" in given and "top_p" in given else {}
+    _, bad, _ = parse_rows({"prompt": "x"}, {"prompt": "x", "p": given, **own}, {"prompt": "x"}, **settings)
+    assert bad.error is not None
+    assert bad.error.startswith("prompts.jsonl, line 2: column ")
+    assert message in bad.error
+    assert bad.error_type in ("sampling", "wrong_type")
+    assert len(bad.error) < 400
+    assert bad.sampling is None
+
+
+def test_bad_setting_in_a_column_of_its_own() -> None:
+    row = only({"prompt": "x", "top_p": 7}, sampling_columns=["top_p"])
+    assert row.error == "prompts.jsonl, line 1: column 'top_p': must lie in (0, 1] (got 7)"
+    assert row.error_type == "sampling"
+
+
+def test_settings_from_parquet() -> None:
+    """A struct gives every row the keys of all, null where they are not its own; a bias for no token likewise."""
+    given = {**dict.fromkeys(ROW_KEYS), "seed": 3, "logit_bias": {"5": None, "7": 2.0}}
+    assert only({"prompt": "x", "p": given}, sampling_column="p").sampling == '{"logit_bias":{"7":2.0},"seed":3}'
+
+
+def test_seeds_of_rows() -> None:
+    config = SamplingConfig(seed=5)
+    assert row_seed(config, '{"seed":9}', "a") == 9
+    assert row_seed(config, '{"top_k":9}', "a") == row_seed(config, None, "a") == xxh3_64_intdigest(b"5\0a")
+    assert len({row_seed(SamplingConfig(seed=seed), None, name) for seed in (5, 6) for name in "ab"}) == 4
+
+
 # ------------------------------------------------------------------------------------------------------------- row keys
 
 
@@ -256,6 +374,25 @@ def test_row_key_follows_content_and_identity_only() -> None:
     changed = [key(base | {"prompt": "P"}), key(base | {"k": "V"}), key(base | {"k": None})]
     assert len({reference, *changed}) == 4
     assert 0 <= reference < 2**64
+
+
+def test_row_key_follows_the_rows_own_sampling_settings() -> None:
+    def key(values: Mapping[str, Any], **settings: Any) -> int:
+        return only({"prompt": "p", "id": "a", **values}, id_column="id", **settings).row_key
+
+    by_column = {"sampling_column": "s", "sampling_columns": ["seed"]}
+    keys = [key(values, **by_column) for values in ({}, {"s": {"top_k": 1}}, {"s": {"top_k": 2}}, {"seed": 1})]
+    assert len(set(keys)) == 4
+    assert key({"s": {"top_k": 1}}) == key({}), "a column that is not read does not matter"
+
+
+def test_sample_keys() -> None:
+    """Golden, as row_key is: sample 0 has the row's key, and no other sample of any row."""
+    assert sample_key(6398904925121007804, 0) == 6398904925121007804
+    assert sample_key(6398904925121007804, 1) == 18001047594159819966
+    keys = [sample_key(key, sample) for key in (1, 2, 2**64 - 1) for sample in range(100)]
+    assert len(set(keys)) == 300
+    assert all(0 <= key < 2**64 for key in keys)
 
 
 def test_row_key_is_fixed() -> None:

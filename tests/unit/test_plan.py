@@ -107,9 +107,16 @@ def test_a_cpu_must_stay_free_for_reading_and_writing(nodes: list[Node], wanted:
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """Stands in for the model's files: their config, generation config and tokenizer."""
-    stub = SimpleNamespace(max_position_embeddings=CONTEXT, dtype="float16", tokenizer_eos=7)
+    stub = SimpleNamespace(max_position_embeddings=CONTEXT, dtype="float16", vocab_size=100)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 2]}')
-    tokenizer = SimpleNamespace(eos_token_id=7, chat_template=None, bos_token_id=None)
+
+    class Tokenizer:
+        eos_token_id, chat_template, bos_token_id = 7, None, None
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [] if text.strip() == "void" else [1]}
+
+    tokenizer = Tokenizer()
     monkeypatch.setattr(plan_module, "resolve", lambda path, revision: Checkpoint(tmp_path, "folder:abc"))
     monkeypatch.setattr(plan_module, "read_config", lambda folder, trust: stub)
     monkeypatch.setattr(plan_module, "load_tokenizer", lambda folder, trust: tokenizer)
@@ -166,6 +173,43 @@ def test_eos_of_the_configuration_wins() -> None:
     assert make_plan(config_of(sampling={"eos_token_ids": [5]}), [Node(4, 1)]).eos_token_ids == (5,)
 
 
+def test_generation_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = {"eos_token_id": [9, 2], "do_sample": True, "temperature": 0.5, "top_k": 20, "max_length": 100}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    caplog.set_level("INFO")
+    plan = make_plan(config_of(sampling={"top_k": 7}), [Node(4, 1)])
+    assert (plan.config.sampling.temperature, plan.config.sampling.top_k, plan.eos_token_ids) == (0.0, 7, (2, 7, 9))
+    left = {"do_sample": True, "temperature": 0.5, "top_k": 20}
+    assert plan.resolved()["generation_config"] == {"rule": "eos", "taken": {}, "not_taken": left}
+    (line,) = [record.message for record in caplog.records]
+    assert line.endswith("(sampling.generation_config: eos): do_sample: True, temperature: 0.5, top_k: 20")
+
+    wanting = config_of(sampling={"top_k": 7, "generation_config": "all"})
+    taking = make_plan(wanting, [Node(4, 1)])
+    assert (taking.config.sampling.temperature, taking.config.sampling.top_k) == (0.5, 7)
+    assert taking.resolved()["sampling"]["temperature"] == 0.5
+    shown = {"rule": "all", "taken": {"temperature": 0.5}, "not_taken": {"top_k": 20}}
+    assert taking.resolved()["generation_config"] == shown
+    assert changed(plan, taking) == ["sampling.temperature: 0.0 -> 0.5"]
+    same = make_plan(config_of(sampling={"top_k": 7, "temperature": 0.5}), [Node(4, 1)])
+    assert changed(taking, same) == [], "what is taken counts, not the rule"
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({**file, "num_beams": 4}))
+    with pytest.raises(ConfigError, match=r"sets num_beams: 4, which this project does not have"):
+        make_plan(wanting, [Node(4, 1)])
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model.path: .*generation_config.json is not valid JSON"):
+        make_plan(wanting, [Node(4, 1)])
+
+
+def test_settings_that_speak_of_tokens_speak_of_the_models() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling.logit_bias: token 100 is outside the model's vocabulary of 100$"):
+        make_plan(config_of(sampling={"logit_bias": {99: 1, 100: 1}}), [Node(4, 1)])
+    with pytest.raises(ConfigError, match=r"^sampling.bad_words: 'void' has no token that the model's tokenizer knows"):
+        make_plan(config_of(sampling={"bad_words": ["void"]}), [Node(4, 1)])
+    make_plan(config_of(sampling={"logit_bias": {99: 1}, "bad_words": ["a"]}), [Node(4, 1)])
+
+
 def test_plans_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"cluster.num_gpus: 0 with model.device: cuda"):
         make_plan(config_of(model={"device": "cuda"}, cluster={"num_gpus": 0}), [Node(4, 1)])
@@ -188,7 +232,9 @@ def test_plans_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resolved_has_nothing_open() -> None:
     resolved = plan_of(num_cpus=2, sampling={"seed": 5}).resolved()
     assert resolved["model"] | {"dtype": "float32", "device": "cpu", "identity": "folder:abc"} == resolved["model"]
-    assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "kernels": "auto", "threads": 2}
+    prefill = {"prefill_tokens": 512, "prefix_reuse": True, "cache_gib": None}
+    assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "kernels": "auto", "threads": 2, **prefill}
+    assert resolved["generation_config"] == {"rule": "eos", "taken": {}, "not_taken": {}}
     assert resolved["cluster"] == {"actors": 1, "num_cpus": 2, "num_gpus": 0}
     assert (resolved["sampling"]["eos_token_ids"], resolved["sampling"]["seed"]) == ([7, 2], 5)
     assert resolved["decoder"]["block_complexity"] == 30
@@ -206,12 +252,19 @@ def test_fingerprint_is_of_what_changes_tokens_or_columns() -> None:
         num_cpus=3,
         input={"limit": 5},
         decoder={"method": "ar", "masks": 2},
-        engine={"slots": 2},
+        engine={"slots": 2, "prefill_tokens": 64, "prefix_reuse": False, "cache_gib": 2},
+        sampling={"n": 4},
         output={"path": "elsewhere"},
         compare={"fraction": 1},
     )
     assert changed(base, same) == [], "in 32 bits the method and the batch change no token"
     assert changed(base, plan_of(sampling={"seed": 1})) == ["sampling.seed: 0 -> 1"]
+    biased = plan_of(sampling={"logit_bias": {5: 1.0}})
+    assert changed(base, biased) == ["sampling.logit_bias.5: None -> 1.0"]
+    assert changed(biased, biased) == [], "also after run.json has made the token id a string"
+    assert changed(base, plan_of(sampling={"keep_stop": True})) == ["sampling.keep_stop: False -> True"]
+    assert changed(base, plan_of(sampling={"logprobs": 1})) == ["sampling.logprobs: None -> 1"]
+    assert changed(base, plan_of(input={"sampling_column": "p"})) == ["input.sampling_column: None -> 'p'"]
     assert changed(base, plan_of(input={"keep_columns": ["a"]})) == ["input.keep_columns.a: None -> 'string'"]
     here = Path.cwd()
     assert changed(base, plan_of(input={"path": ["./in.jsonl"]})) == [], "the same file, written otherwise"
@@ -222,7 +275,12 @@ def test_fingerprint_is_of_what_changes_tokens_or_columns() -> None:
 def test_fingerprint_in_16_bits_holds_the_method_too(dtype: str) -> None:
     base = plan_of(dtype=dtype)
     assert changed(base, plan_of(dtype=dtype, decoder={"masks": 2})) == ["decoder.masks: 1 -> 2"]
-    assert changed(base, plan_of(dtype=dtype, engine={"slots": 2})) == ["slots: 8 -> 2"]
+    engine = {"slots": 2, "prefill_tokens": 64, "prefix_reuse": False, "kernels": "stock"}
+    assert changed(base, plan_of(dtype=dtype, engine=engine)) == [
+        "engine.prefill_tokens: 512 -> 64",
+        "engine.prefix_reuse: True -> False",
+        "engine.slots: 8 -> 2",
+    ]
     assert changed(base, plan_of(dtype=dtype, num_gpus=1)) == ["device: 'cpu' -> 'cuda'"]
 
 

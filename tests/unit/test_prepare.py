@@ -1,6 +1,7 @@
 """Rows to token ids: the template and the BOS exactly once, the length check, error rows beside good ones."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -10,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowErrorType
-from pipeline.parse import ParsedRow, RawRow, RowParser
+from pipeline.parse import ParsedRow, RawRow, RowParser, sample_key
 from pipeline.prepare import Preparer, rows_from_mappings
+from pipeline.sampling import SamplingConfig, bad_word_ids
 from pipeline.schema import prepared_schema
 
 TEMPLATE = (
@@ -54,9 +56,15 @@ def parse(config: InputConfig, *rows: Mapping[str, Any]) -> list[ParsedRow]:
     return [parser.parse(RawRow(i, values), "p.jsonl", "line") for i, values in enumerate(rows)]
 
 
-def prepare(tokenizer: Any, *rows: Mapping[str, Any], room: int = 1000, **settings: Any) -> list[dict[str, Any]]:
+def prepare(
+    tokenizer: Any,
+    *rows: Mapping[str, Any],
+    room: int = 1000,
+    sampling: SamplingConfig | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
     config = make_config(**settings)
-    table = Preparer(tokenizer, config, room).prepare(parse(config, *rows))
+    table = Preparer(tokenizer, config, sampling or SamplingConfig(), room).prepare(parse(config, *rows))
     assert table.schema == prepared_schema(config.keep_columns)
     table.validate(full=True)
     return table.to_pylist()
@@ -120,7 +128,7 @@ def test_messages(chat: Any) -> None:
 )
 def test_settings_that_need_a_template(plain: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Preparer(plain, make_config(**settings), 10)
+        Preparer(plain, make_config(**settings), SamplingConfig(), 10)
 
 
 def test_template_refusal_is_one_row(chat: Any) -> None:
@@ -159,7 +167,7 @@ def test_prompt_of_no_tokens() -> None:
 def test_table_carries_identity_kept_columns_and_earlier_errors(plain: Any) -> None:
     config = make_config(id_column="id", keep_columns={"n": "int64", "s": "string"})
     parsed = parse(config, {"id": "a", "prompt": "x", "n": 1, "s": {"k": 1}}, {"id": "b", "prompt": 5, "n": 2})
-    good, bad = Preparer(plain, config, 10).prepare(parsed).to_pylist()
+    good, bad = Preparer(plain, config, SamplingConfig(), 10).prepare(parsed).to_pylist()
     assert good == {
         "row_id": "a",
         "row_key": parsed[0].row_key,
@@ -167,6 +175,8 @@ def test_table_carries_identity_kept_columns_and_earlier_errors(plain: Any) -> N
         "row_index": 0,
         "n": 1,
         "s": '{"k":1}',
+        "sample_index": 0,
+        "sampling": None,
         "prompt_ids": plain("x")["input_ids"],
         "error": None,
         "error_type": None,
@@ -179,7 +189,7 @@ def test_table_carries_identity_kept_columns_and_earlier_errors(plain: Any) -> N
 def test_schema_is_the_same_for_any_rows(plain: Any) -> None:
     """No rows, only errors, only nulls: shards must read together."""
     config = make_config(keep_columns=["s"])
-    preparer = Preparer(plain, config, 10)
+    preparer = Preparer(plain, config, SamplingConfig(), 10)
     tables = [preparer.prepare(parse(config, *rows)) for rows in ([], [{"prompt": 1}], [{"prompt": "x", "s": "y"}])]
     assert pa.concat_tables(tables).num_rows == 2
 
@@ -187,7 +197,7 @@ def test_schema_is_the_same_for_any_rows(plain: Any) -> None:
 def test_rows_from_a_users_table(plain: Any) -> None:
     config = make_config(keep_columns={"n": "int64"})
     table = pa.table({"prompt": ["a", None, "a", "b"], "n": [1, 2, 1, 1], "unread": [b"", b"", b"", b""]})
-    rows = rows_from_mappings(table, RowParser(config))
+    rows = rows_from_mappings(table, RowParser(config), 1)
     assert [(row.source_file, row.row_index) for row in rows] == [("", -1)] * 4
     assert [row.messages_or_prompt for row in rows] == ["a", None, "a", "b"]
     assert rows[0].row_id == rows[2].row_id
@@ -195,13 +205,72 @@ def test_rows_from_a_users_table(plain: Any) -> None:
     assert (
         rows[1].error == f"row {rows[1].row_id}: column 'prompt' is null; input.prompt_column names the column to read"
     )
-    assert Preparer(plain, config, 10).prepare(rows).num_rows == 4
+    assert Preparer(plain, config, SamplingConfig(), 10).prepare(rows).num_rows == 4
 
 
 def test_rows_from_a_users_table_with_ids(plain: Any) -> None:
     config = make_config(id_column="id", messages_column="chat")
     table = pa.table({"id": [7, 8], "chat": [[{"role": "user", "content": "a"}], []]})
-    rows = rows_from_mappings(table, RowParser(config))
+    rows = rows_from_mappings(table, RowParser(config), 1)
     assert [row.row_id for row in rows] == ["7", "8"]
     assert [row.where for row in rows] == ["row 7", "row 8"]
     assert rows[1].error_type == RowErrorType.EMPTY_PROMPT
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_a_rows_own_settings_travel_as_canonical_json(plain: Any) -> None:
+    settings = {"sampling_column": "p", "sampling_columns": ["seed"]}
+    own = {"top_p": 0.5, "stop": "x", "logit_bias": {"7": 1, "5": 0.5}, "temperature": None}
+    rows = prepare(plain, {"prompt": "a", "p": own, "seed": 3}, {"prompt": "a", "p": None}, {"prompt": "a"}, **settings)
+    assert [row["sampling"] for row in rows] == [
+        '{"logit_bias":{"5":0.5,"7":1.0},"seed":3,"stop":["x"],"top_p":0.5}',
+        None,
+        None,
+    ]
+
+
+def test_a_rows_settings_must_go_with_the_jobs(plain: Any) -> None:
+    sampling = SamplingConfig(max_new_tokens=20, min_new_tokens=10)
+    given = [{"max_new_tokens": 10}, {"max_new_tokens": 9}, {"min_new_tokens": 21}, {"min_new_tokens": 9}]
+    rows = prepare(plain, *({"prompt": "a", "p": p} for p in given), sampling=sampling, sampling_column="p")
+    assert [row["error_type"] for row in rows] == [None, "sampling", "sampling", None]
+    assert rows[1]["error"] == (
+        "p.jsonl, line 2: the row's sampling settings do not go with the others: "
+        "min_new_tokens must lie in 0..max_new_tokens, got 10"
+    )
+    assert (rows[1]["prompt_ids"], rows[1]["sampling"]) == (None, None)
+
+
+def test_samples_stand_side_by_side_with_keys_of_their_own(plain: Any) -> None:
+    config = make_config()
+    good, bad, other = parse(config, {"prompt": "a"}, {"prompt": 5}, {"prompt": "b"})
+    wanted = [replace(good, samples=(0, 1, 2)), replace(bad, samples=(0, 1)), replace(other, samples=(2,))]
+    rows = Preparer(plain, config, SamplingConfig(), 10).prepare(wanted).to_pylist()
+    assert [(row["row_id"], row["sample_index"]) for row in rows] == [
+        *((good.row_id, i) for i in range(3)),
+        *((bad.row_id, i) for i in range(2)),
+        (other.row_id, 2),
+    ]
+    assert [row["row_key"] for row in rows[:3]] == [sample_key(good.row_key, i) for i in range(3)]
+    assert rows[0]["row_key"] == good.row_key
+    assert len({row["row_key"] for row in rows}) == 6
+    assert rows[0]["prompt_ids"] == rows[1]["prompt_ids"] == rows[2]["prompt_ids"]
+    assert [row["error_type"] for row in rows] == [None] * 3 + ["wrong_type"] * 2 + [None]
+
+
+def test_samples_of_a_users_table(plain: Any) -> None:
+    rows = rows_from_mappings(pa.table({"prompt": ["a", "b"]}), RowParser(make_config()), 3)
+    assert [row.samples for row in rows] == [(0, 1, 2)] * 2
+
+
+def test_bad_words_are_tokenized_as_they_are_and_behind_a_space(plain: Any) -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(plain(text, add_special_tokens=False)["input_ids"])
+
+    assert bad_word_ids(plain, ["ab", "c"]) == (ids("ab"), ids(" ab"), ids("c"), ids(" c"))
+    assert bad_word_ids(plain, ["c", " c", "c"]) == (ids("c"), ids(" c"), ids("  c")), "none stands twice"
+    assert bad_word_ids(plain, []) == ()
+    with pytest.raises(ValueError, match=r"^bad_words: '\u2603' has no token that the model's tokenizer knows$"):
+        bad_word_ids(plain, ["ab", "\u2603"])

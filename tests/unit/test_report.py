@@ -227,7 +227,8 @@ def test_comparison_counts_the_compared_rows_alone(compared_table: pa.Table) -> 
     assert comparison["call_reduction"] == pytest.approx(0.4)
     assert comparison["length_ratio"] == 1.0
     assert comparison["exact_match"] == {"count": 2, "of": 2, "rate": 1.0}
-    assert comparison["first_divergence"] == {"min": None, "rows": []}
+    unknown = {"margins": 0, "margin_median": None, "margin_max": None}
+    assert comparison["first_divergence"] == {"min": None, "rows": [], **unknown}
 
 
 def test_cost_of_each_side(compared_table: pa.Table) -> None:
@@ -243,7 +244,42 @@ def test_divergences_are_listed_earliest_first_up_to_ten() -> None:
     assert comparison["exact_match"] == {"count": 0, "of": 12, "rate": 0.0}
     assert comparison["first_divergence"]["min"] == 19
     assert len(comparison["first_divergence"]["rows"]) == 10
-    assert comparison["first_divergence"]["rows"][0] == {"row_id": "r11", "position": 19}
+    first = {"row_id": "r11", "sample_index": 0, "position": 19, "margin": None}
+    assert comparison["first_divergence"]["rows"][0] == first
+
+
+def test_margins_where_outputs_first_differ() -> None:
+    margins = [0.5, None, 0.0, 0.25, 2.0]
+    rows = [
+        {**compared_with(done_row(i, [2]), engine_s=1.0, first_divergence=1), "divergence_margin": margin}
+        for i, margin in enumerate(margins)
+    ]
+    rows.append(compared_with(done_row(9, [2]), engine_s=1.0))
+    summary = summarize(table_of(*rows), run=run_record(dtype="bfloat16", device="cuda"))
+    divergence = summary["comparison"]["first_divergence"]
+    assert [row["margin"] for row in divergence["rows"]] == margins
+    assert (divergence["margins"], divergence["margin_median"], divergence["margin_max"]) == (4, 0.375, 2.0)
+    (line,) = [line for line in summary_lines(summary) if line.startswith("margin ")]
+    assert "0.375 (median of 4), 2 (maximum)" in line
+    text = Page(render_html(summary)).text
+    assert "median\n0.375, maximum 2,\nknown for 4 rows" in text
+    assert "16-bit: near-ties may flip; exact match is reported, not promised." in text
+
+
+def test_prefix_cache() -> None:
+    table = table_of(
+        done_row(0, [1], prefill_tokens=10, cached_tokens=0),
+        done_row(1, [1], prefill_tokens=2, cached_tokens=8),
+        error_row(2),
+    )
+    summary = summarize(table, run=run_record())
+    method = summary["method"]
+    assert (method["prefill_tokens"], method["cached_tokens"], method["prefix_hit_rate"]) == (12, 8, 0.4)
+    assert any(
+        "12 prompt tokens computed, 8 taken over" in line and "40.0 %" in line for line in summary_lines(summary)
+    )
+    assert "40.0 %" in Page(render_html(summary)).text
+    assert summarize(table_of(error_row(0)), run={})["method"]["prefix_hit_rate"] is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from prompt_files import GOOD, load, read_lines, write_parquet
 
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowErrorType
+from pipeline.parse import sample_key
 from pipeline.scan import count_owed, merge_scans, owed_rows, scan, scan_file
 from pipeline.source import list_source
 
@@ -121,7 +122,29 @@ def test_owed_rows_are_those_whose_keys_are_not_done(tmp_path: Path) -> None:
     keys = [row.row_key for row in rows]
     for finished in ([], [0], [1, 3], [2], [0, 1, 2, 3]):
         done = np.array(sorted([0, *(keys[i] for i in finished), 2**64 - 1]), np.uint64)
-        owed = list(owed_rows(file, config, scanned.duplicates, done))
+        owed = list(owed_rows(file, config, scanned.duplicates, done, 1))
         assert owed == [row for i, row in enumerate(rows) if i not in finished]
-        assert count_owed(file, config, scanned.duplicates, done) == len(owed)
-    assert count_owed(file, config, scanned.duplicates, np.empty(0, np.uint64)) == 4
+        assert count_owed(file, config, scanned.duplicates, done, 1) == len(owed)
+    assert count_owed(file, config, scanned.duplicates, np.empty(0, np.uint64), 1) == 4
+
+
+def test_samples_are_owed_each_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "y", "x", "z"))
+    config = InputConfig(path=[str(tmp_path)], id_column="id", limit=3)
+    rows, scanned = load(config)
+    (file,) = scanned.files
+    keys = [[sample_key(row.row_key, sample) for sample in range(3)] for row in rows]
+    assert len({key for row in keys for key in row}) == 9
+
+    def owed(n: int, *done: int) -> list[tuple[int, tuple[int, ...]]]:
+        finished = np.array(sorted(done), np.uint64)
+        found = list(owed_rows(file, config, scanned.duplicates, finished, n))
+        assert count_owed(file, config, scanned.duplicates, finished, n) == sum(len(row.samples) for row in found)
+        return [(row.row_index, row.samples) for row in found]
+
+    everything = [(i, (0, 1, 2)) for i in range(3)]
+    assert owed(3) == everything, "also of the error row of a repeated id"
+    assert owed(3, 17, 2**64 - 1) == everything
+    assert owed(3, *keys[0], keys[1][1], keys[2][0], keys[2][2]) == [(1, (0, 2)), (2, (1,))]
+    assert owed(3, *(row[0] for row in keys)) == [(i, (1, 2)) for i in range(3)], "a larger n adds samples"
+    assert owed(1, *(row[0] for row in keys)) == []

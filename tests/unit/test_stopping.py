@@ -8,10 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from esp_worker.stopping import StopStrings, commit_until_end, token_limit
-from esp_worker.types import FinishReason, Request, SamplingParams, StopCondition
+from esp_worker.stopping import REPLACEMENT, Ending, StopStrings, commit_until_end, token_limit
+from esp_worker.types import FinishReason, Request, SamplingParams, StopCondition, StopMatch
 
 STOP, EOS, FAR = 99, 2, 1000
+
+
+def cut(token_ids: Sequence[int], keep: int | None = None) -> StopMatch:
+    """A match that keeps all tokens, or `keep` of them."""
+    return StopMatch(len(token_ids) if keep is None else keep, "text", "reason")
 
 
 class StopsAt:
@@ -20,22 +25,37 @@ class StopsAt:
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def met(self, token_ids: Sequence[int]) -> bool:
-        return token_ids[-1] == self.token
+    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+        return cut(token_ids) if token_ids[-1] == self.token else None
+
+
+class Pair:
+    """Stop condition: the newest two tokens are 7, 8."""
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.keep = keep
+
+    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+        return cut(token_ids, self.keep) if list(token_ids[-2:]) == [7, 8] else None
 
 
 def request_of(
-    *, eos: Sequence[int] = (EOS,), stop: StopCondition | None = None, max_new_tokens: int = FAR, prompt: int = 4
+    *,
+    eos: Sequence[int] = (EOS,),
+    stop: StopCondition | None = None,
+    max_new_tokens: int = FAR,
+    min_new_tokens: int = 0,
+    prompt: int = 4,
 ) -> Request:
-    params = SamplingParams(max_new_tokens=max_new_tokens, eos_token_ids=frozenset(eos))
+    params = SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, eos_token_ids=frozenset(eos))
     return Request("r", tuple(range(prompt)), params, stop)
 
 
 def commit(
     output: list[int], tokens: Sequence[int], request: Request, limit: int = FAR
 ) -> tuple[list[int], FinishReason | None]:
-    reason = commit_until_end(output, tokens, request, limit)
-    return output, reason
+    ending = commit_until_end(output, tokens, request, limit)
+    return output, ending and ending.reason
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -83,14 +103,24 @@ def test_a_stop_before_the_limit_wins_in_the_same_run() -> None:
 
 
 def test_a_stop_may_span_runs() -> None:
-    class Pair:
-        def met(self, token_ids: Sequence[int]) -> bool:
-            return list(token_ids[-2:]) == [7, 8]
-
     output: list[int] = []
     assert commit_until_end(output, [6, 7], request_of(stop=Pair()), FAR) is None
-    assert commit_until_end(output, [8, 9], request_of(stop=Pair()), FAR) == FinishReason.STOP
+    assert commit_until_end(output, [8, 9], request_of(stop=Pair()), FAR) == Ending(FinishReason.STOP, cut([6, 7, 8]))
     assert output == [6, 7, 8]
+
+
+@pytest.mark.parametrize("keep", range(4))
+def test_a_stop_condition_cuts_the_output_also_before_this_run(keep: int) -> None:
+    output = [6, 7]
+    ending = commit_until_end(output, [8, 9], request_of(stop=Pair(keep)), FAR)
+    assert ending == Ending(FinishReason.STOP, cut([], keep))
+    assert output == [6, 7, 8][:keep]
+
+
+def test_a_stop_condition_is_not_asked_within_min_new_tokens() -> None:
+    request = request_of(stop=StopsAt(STOP), min_new_tokens=2)
+    assert commit([], [STOP, STOP, 5, STOP], request) == ([STOP, STOP, 5, STOP], FinishReason.STOP)
+    assert commit([], [5, STOP, 6], request) == ([5, STOP, 6], None)
 
 
 @given(
@@ -107,7 +137,7 @@ def test_runs_end_where_single_tokens_would(tokens: list[int], cuts: list[int], 
         left = list(tokens)
         for size in sizes:
             run, left = left[:size], left[size:]
-            reason = commit_until_end(output, run, request, limit)
+            output, reason = commit(output, run, request, limit)
             if reason is not None:
                 return output, reason
         return output, None
@@ -139,7 +169,7 @@ class Vocabulary:
 
 def first_met(stop: StopStrings, token_ids: Sequence[int]) -> int | None:
     """Tokens up to the one that completes a stop, asked after each token as the engine does."""
-    return next((n for n in range(1, len(token_ids) + 1) if stop.met(token_ids[:n])), None)
+    return next((n for n in range(1, len(token_ids) + 1) if stop.match(token_ids[:n])), None)
 
 
 def test_stop_string_within_a_token() -> None:
@@ -186,9 +216,9 @@ def test_characters_of_several_tokens() -> None:
 def test_long_outputs_are_not_decoded_again_and_again() -> None:
     words = Vocabulary("a", "b")
     stop = StopStrings(["ab"], words.decode)
-    assert not stop.met([0] * 100_000)
+    assert stop.match([0] * 100_000) is None
     assert words.longest_decoded < 20
-    assert stop.met([*[0] * 100_000, 1])
+    assert stop.match([*[0] * 1000, 1]) == StopMatch(999, "a" * 999, "ab")
 
 
 PIECES = ["a", "b", "ab", "ba a long rest", "", "ü".encode()[:1], "ü".encode()[1:], "\U0001f600"]
@@ -207,14 +237,79 @@ def test_stops_equal_a_search_in_the_whole_text(token_ids: list[int], strings: l
     assert first_met(StopStrings(strings, words.decode), token_ids) == whole
 
 
-def test_trim_cuts_at_the_earliest_of_several() -> None:
-    stop = StopStrings(["END", "\n\n", "ND o"], Vocabulary().decode)
-    assert stop.trim("text END of\n\n") == "text "
-    assert stop.trim("text\n\nEND") == "text"
-    assert stop.trim("ENDEND") == ""
-    assert stop.trim("nothing of it") == "nothing of it"
-    assert stop.trim("") == ""
-    assert StopStrings(["ab", "b"], Vocabulary().decode).trim("xabx") == "x"
+def ends_of(
+    words: Vocabulary, token_ids: Sequence[int], strings: Sequence[str], keep: bool, after: int
+) -> tuple[int, StopMatch] | None:
+    """Tokens decoded and the cut, by looking through the whole text after each token."""
+    for count in range(after + 1, len(token_ids) + 1):
+        text = words.decode(token_ids[:count])
+        early = len(words.decode(token_ids[:after]).rstrip(REPLACEMENT))
+        places = [(at, s) for s in strings for at in range(len(text)) if text.startswith(s, at) and at + len(s) > early]
+        if places:
+            at, reason = min(places)
+            kept = text[: at + len(reason)] if keep else text[:at]
+            tokens = next(n for n in range(count + 1) if words.decode(token_ids[:n]).startswith(kept))
+            return count, StopMatch(tokens, kept, reason)
+    return None
+
+
+@given(
+    token_ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
+    strings=st.lists(st.sampled_from(["ab", "aab", "ü", "bab", "üb", "\U0001f600a", "aü\U0001f600"]), min_size=1),
+    keep=st.booleans(),
+    after=st.integers(0, 8),
+)
+@example(token_ids=[0, 1, 0, 1], strings=["ab"], keep=False, after=2)
+@example(token_ids=[0, 1, 0, 1], strings=["ab"], keep=True, after=1)
+@example(token_ids=[4, 5, 0, 6, 1], strings=["üb"], keep=False, after=0)
+@example(token_ids=[5, 6], strings=["ü"], keep=False, after=1)  # the first token is half of it
+def test_text_tokens_and_reason_are_cut_at_the_same_place(
+    token_ids: list[int], strings: list[str], keep: bool, after: int
+) -> None:
+    words = Vocabulary(*PIECES)
+    stop = StopStrings(strings, words.decode, keep=keep, after=after)
+    request = request_of(eos=(), stop=stop, min_new_tokens=after)
+    output: list[int] = []
+    ending = None
+    decoded = 0
+    for token in token_ids:
+        ending = commit_until_end(output, [token], request, FAR)
+        decoded += 1
+        if ending is not None:
+            break
+    want = ends_of(words, token_ids, strings, keep, after)
+    if want is None:
+        assert ending is None
+        assert output == token_ids
+    else:
+        assert ending == Ending(FinishReason.STOP, want[1])
+        assert decoded == want[0]
+        assert output == token_ids[: want[1].keep]
+        assert words.decode(output).startswith(want[1].text)
+
+
+def test_the_cut_at_the_earliest_of_several() -> None:
+    words = Vocabulary("text END of\n\n", "text\n\nEND", "ENDEND", "xabx", "text ", "EN", "D of", "ND")
+
+    def text(*token_ids: int, keep: bool = False, strings: Sequence[str] = ("END", "\n\n", "ND o")) -> StopMatch | None:
+        return StopStrings(strings, words.decode, keep=keep).match(token_ids)
+
+    assert text(0) == StopMatch(1, "text ", "END")
+    assert text(0, keep=True) == StopMatch(1, "text END", "END")
+    assert text(1) == StopMatch(1, "text", "\n\n")
+    assert text(2) == StopMatch(0, "", "END")
+    assert text(3, strings=["ab", "b"]) == StopMatch(1, "x", "ab")
+    assert text(4, 5, 6) == StopMatch(1, "text ", "END"), "the stop begins on a token's border: that token goes"
+    assert text(4, 5, 6, keep=True) == StopMatch(3, "text END", "END"), "it ends inside a token: that token stays"
+    assert text(4, 7, 3) is None
+
+
+def test_a_string_that_begins_early_and_ends_behind_counts() -> None:
+    words = Vocabulary("a", "b", "EN", "D")
+    stop = StopStrings(["END", "a"], words.decode, after=2)
+    assert stop.match([0, 2, 3]) == StopMatch(1, "a", "END"), "the a of the first two tokens does not count"
+    assert stop.match([0, 2, 1]) is None
+    assert stop.match([0, 2, 1, 0]) == StopMatch(3, "aENb", "a")
 
 
 def test_empty_stop_strings_are_our_own_mistake() -> None:

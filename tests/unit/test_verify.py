@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from esp_worker.tree import EMPTY_TREE, TokenTree
@@ -21,17 +23,18 @@ TREE = TokenTree(tokens=(5, 6, 8, 7), parents=(0, 1, 0, 2))
     ],
 )
 def test_walk(choices: dict[int, int], path: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-    depths = []
+    asked = []
 
-    def choose(row: int, depth: int) -> int:
-        depths.append(depth)
+    def choose(row: int, accepted: Sequence[int]) -> int:
+        asked.append((row, tuple(accepted)))
         return choices[row]
 
     verdict = accept_walk(TREE, choose)
     assert verdict.path == path
     assert verdict.tokens == tokens
-    assert depths == list(range(len(path)))  # each visited node is asked once, at its output position
+    # Each visited node is asked once, with the tokens on its own path and no others.
+    assert asked == [(row, tokens[:depth]) for depth, row in enumerate(path)]
 
 
 def test_empty_tree_gives_the_bonus_alone() -> None:
-    assert accept_walk(EMPTY_TREE, lambda row, depth: 3).tokens == (3,)
+    assert accept_walk(EMPTY_TREE, lambda row, accepted: 3).tokens == (3,)
