@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Awaitable
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any
@@ -29,6 +28,7 @@ from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
+from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
 from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
@@ -44,7 +44,6 @@ from pipeline.schema import IDENTITY_FIELDS, output_schema
 logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 8
-MARGIN_LOGPROBS = 2  # what plain decoding must return for the margin between its two best tokens
 
 
 class DecodeActor:
@@ -80,7 +79,7 @@ class DecodeActor:
             max_length=plan.max_length,
             prefill_tokens=engine.prefill_tokens,
             prefix_reuse=engine.prefix_reuse,
-            cache_bytes=None if engine.cache_gib is None else int(engine.cache_gib * 2**30),
+            cache_bytes=_cache_bytes(plan, model),
         )
         loaded = time.perf_counter()
         self._warm_up(model)
@@ -91,6 +90,7 @@ class DecodeActor:
             "worker_warmup_s": time.perf_counter() - loaded,
         }
         logger.info("engine ready: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
+        logger.info(self._engine.memory_plan)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
@@ -117,12 +117,12 @@ class DecodeActor:
             request = self._request(row)
             decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
             if compared:
-                decodings.append(self._decode(plain_request(request), NoDrafter.name))
+                decodings.append(self._decode(request, NoDrafter.name))
             done = await asyncio.gather(*decodings)
             result = self._result(*done[0])
             result |= {"seed": request.sampling.seed, "prompt_tokens": len(request.prompt_ids)}
             if compared:
-                result |= _comparison(request, done[0][0], *done[1])
+                result |= await self._comparison(request, done[0][0], *done[1])
         except ServiceClosedError:
             raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
         except Exception as error:
@@ -190,6 +190,24 @@ class DecodeActor:
             "finished_at": finished,
         }
 
+    async def _comparison(
+        self, request: Request, method: Completion, plain: Completion, finished: datetime
+    ) -> dict[str, Any]:
+        """Columns that set a row beside its plain decoding."""
+        divergence = first_divergence(method.token_ids, plain.token_ids)
+        asked = margin_request(request, method, plain)
+        return {
+            "ar_decode_calls": plain.stats.decode_calls,
+            "ar_latency_s": plain.latency_s,
+            "ar_finished_at": finished,
+            "ar_engine_s": plain.stats.engine_s,
+            "ar_mean_batch": plain.stats.mean_batch,
+            "ar_output_tokens": len(plain.token_ids),
+            "exact_match": divergence is None,
+            "first_divergence": divergence,
+            "divergence_margin": None if asked is None else margin((await self._decode(asked, NoDrafter.name))[0]),
+        }
+
     def _report(self, done: Tally) -> None:
         if self._board is not None:
             self._board.add.remote(done)  # fire and forget
@@ -205,6 +223,18 @@ def _log_to_stderr() -> None:
             package.propagate = False
 
 
+def _cache_bytes(plan: Plan, model: CausalModel) -> int:
+    """engine.cache_gib, or this actor's part of what its device has free.
+
+    On a CPU as if all actors were on one machine: which share one is Ray's business, and not known here.
+    """
+    wanted = plan.config.engine.cache_gib
+    if wanted is not None:
+        return int(wanted * 2**30)
+    shared_gpu = round(1 / plan.num_gpus) if 0 < plan.num_gpus < 1 else 1
+    return cache_budget(model.device, engines=plan.config.cluster.actors if plan.device == "cpu" else shared_gpu)
+
+
 def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"finish_reason": "error", "error": message, "error_type": kind}
 
@@ -216,46 +246,24 @@ def logprob_columns(logprobs: tuple[TokenLogprobs, ...] | None) -> dict[str, Any
     return {"logprobs": [at.logprob for at in logprobs], "top_logprobs": tops}
 
 
-def plain_request(request: Request) -> Request:
-    """A row's request to plain decoding: the same, with what a divergence's margin needs."""
-    if not _has_margins(request.sampling):
-        return request
-    wanted = max(MARGIN_LOGPROBS, request.sampling.logprobs or 0)
-    return replace(request, sampling=replace(request.sampling, logprobs=wanted))
-
-
-def _has_margins(sampling: SamplingParams) -> bool:
-    """Whether the model's best token is the chosen one: not above temperature 0, nor where its logits are edited."""
-    return sampling.temperature == 0 and not sampling.edits_logits
-
-
-def _comparison(request: Request, method: Completion, plain: Completion, finished: datetime) -> dict[str, Any]:
-    """Columns that set a row beside its plain decoding."""
-    divergence = first_divergence(method.token_ids, plain.token_ids)
-    return {
-        "ar_decode_calls": plain.stats.decode_calls,
-        "ar_latency_s": plain.latency_s,
-        "ar_finished_at": finished,
-        "ar_engine_s": plain.stats.engine_s,
-        "ar_mean_batch": plain.stats.mean_batch,
-        "ar_output_tokens": len(plain.token_ids),
-        "exact_match": divergence is None,
-        "first_divergence": divergence,
-        "divergence_margin": divergence_margin(request, method, plain),
-    }
-
-
-def divergence_margin(request: Request, method: Completion, plain: Completion) -> float | None:
-    """How near a tie was where two outputs first differ: the difference of plain decoding's two best log-probabilities.
+def margin_request(request: Request, method: Completion, plain: Completion) -> Request | None:
+    """What plain decoding is asked for where two outputs first differ: its two best tokens there, from one prefill.
 
     None where there is no such position: equal outputs; an output that only goes on where the other has been cut or
     has ended (the tokens that led there are not known); draws and edited logits, whose best token is not the model's.
     """
     at = first_divergence(method.token_ids, plain.token_ids)
-    if at is None or at >= min(len(method.token_ids), len(plain.token_ids)) or not _has_margins(request.sampling):
+    greedy = request.sampling.temperature == 0 and not request.sampling.edits_logits
+    if at is None or at >= min(len(method.token_ids), len(plain.token_ids)) or not greedy:
         return None
-    assert plain.logprobs is not None
-    (_, best), (_, second) = plain.logprobs[at].top[:MARGIN_LOGPROBS]
+    best_two = SamplingParams(max_new_tokens=1, logprobs=2)
+    return Request(request.request_id, (*request.prompt_ids, *plain.token_ids[:at]), best_two)
+
+
+def margin(best_two: Completion) -> float:
+    """How near a tie was: the difference of the two best log-probabilities."""
+    assert best_two.logprobs is not None
+    (_, best), (_, second) = best_two.logprobs[0].top
     return best - second
 
 

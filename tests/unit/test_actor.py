@@ -4,7 +4,6 @@ decoding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tiny import tiny_model
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.types import Completion, DecodeStats, FinishReason, Request, SamplingParams, TokenLogprobs
 from pipeline import actor
-from pipeline.actor import divergence_margin, first_divergence, logprob_columns, plain_request
+from pipeline.actor import first_divergence, logprob_columns, margin, margin_request
 from pipeline.config import DecoderConfig
 
 
@@ -23,29 +22,29 @@ def request(**sampling: Any) -> Request:
 
 def completion(token_ids: Sequence[int], margins: Sequence[float] | None = None) -> Completion:
     """A completion with, at each position, two best tokens that lie `margins` apart."""
-    logprobs = margins and tuple(TokenLogprobs(-1.0, ((7, -0.5), (8, -0.5 - m), (9, -9.0))) for m in margins)
+    logprobs = margins and tuple(TokenLogprobs(-1.0, ((7, -0.5), (8, -0.5 - m))) for m in margins)
     return Completion("r", tuple(token_ids), FinishReason.STOP, DecodeStats(), 1.0, logprobs=logprobs or None)
 
 
 @pytest.mark.parametrize(
-    ("method", "plain", "position", "margin"),
+    ("method", "plain", "position", "asked"),
     [
         ([5, 6, 7], [5, 6, 7], None, None),
-        ([5, 6, 7], [5, 8, 7], 1, 0.25),
-        ([4, 6, 7], [5, 6, 7], 0, 0.5),
-        ([5, 6, 9], [5, 6, 7], 2, 0.0),
-        ([5, 6, 9, 1, 2], [5, 6, 7], 2, 0.0),
+        ([5, 6, 7], [5, 8, 7], 1, [5]),
+        ([4, 6, 7], [5, 6, 7], 0, []),
+        ([5, 6, 9, 1, 2], [5, 6, 7], 2, [5, 6]),
         ([5, 6], [5, 6, 7], 2, None),  # it ends where plain decoding goes on: what was chosen there is not known
         ([5, 6, 7, 8], [5, 6, 7], 3, None),
         ([], [5, 6, 7], 0, None),
     ],
 )
-def test_margin_at_the_first_divergence(
-    method: list[int], plain: list[int], position: int | None, margin: float | None
+def test_the_two_best_tokens_are_asked_for_where_outputs_first_differ(
+    method: list[int], plain: list[int], position: int | None, asked: list[int] | None
 ) -> None:
-    beside = completion(plain, [0.5, 0.25, 0.0][: len(plain)])
     assert first_divergence(tuple(method), tuple(plain)) == position
-    assert divergence_margin(request(), completion(method), beside) == margin
+    got = margin_request(request(), completion(method), completion(plain))
+    assert (got and got.prompt_ids) == (None if asked is None else (1, 2, *asked))
+    assert got is None or got.sampling == SamplingParams(max_new_tokens=1, logprobs=2)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +52,11 @@ def test_margin_at_the_first_divergence(
     [{"temperature": 1.0}, {"repetition_penalty": 1.1}, {"logit_bias": ((5, 1.0),)}, {"min_new_tokens": 1}],
 )
 def test_no_margin_where_the_best_token_is_not_the_models(sampling: dict[str, Any]) -> None:
-    drawn = request(**sampling, logprobs=2)
-    assert divergence_margin(drawn, completion([5]), completion([6], [0.5])) is None
-    assert plain_request(drawn) == drawn
+    assert margin_request(request(**sampling), completion([5]), completion([6])) is None
 
 
-@pytest.mark.parametrize(("wanted", "asked"), [(None, 2), (0, 2), (1, 2), (2, 2), (5, 5)])
-def test_plain_decoding_is_asked_for_what_the_margin_needs(wanted: int | None, asked: int) -> None:
-    row = request(logprobs=wanted, seed=4)
-    assert plain_request(row) == replace(row, sampling=replace(row.sampling, logprobs=asked))
+def test_margin() -> None:
+    assert margin(completion([6], [0.25])) == 0.25
 
 
 def test_logprob_columns() -> None:
