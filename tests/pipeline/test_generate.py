@@ -150,8 +150,14 @@ def test_parquet_messages_kept_columns_and_two_actors(command: Command) -> None:
 
 
 def test_the_same_rows_whatever_the_cluster_and_the_slots(command: Command) -> None:
-    write_jsonl(command.work / "in.jsonl", prompts(16))
-    settings = {"sampling__temperature": 1.0, "sampling__seed": 3, "cluster__num_cpus": 1}
+    """16 prompts, each greedy and drawn, in one file: rows of both kinds share batches, slots and actors."""
+    asked = [
+        {**row, "id": f"{row['id']}-{temperature}", "temperature": temperature}
+        for row in prompts(16)
+        for temperature in (0.0, 1.0)
+    ]
+    write_jsonl(command.work / "in.jsonl", asked)
+    settings = {"input__sampling_columns": ["temperature"], "sampling__seed": 3, "cluster__num_cpus": 1}
     outputs = []
     for number, (actors, slots, method) in enumerate([(1, 1, "ar"), (1, 16, "esp"), (2, 4, "esp")]):
         result = command(
@@ -163,7 +169,8 @@ def test_the_same_rows_whatever_the_cluster_and_the_slots(command: Command) -> N
         )
         outputs.append({row["row_id"]: row["token_ids"] for row in result.rows})
     assert outputs[0] == outputs[1] == outputs[2]
-    assert len({tuple(tokens) for tokens in outputs[0].values()}) == 16  # rows have seeds of their own
+    drawn = {tuple(tokens) for name, tokens in outputs[0].items() if name.endswith("1.0")}
+    assert len(drawn) == 16  # rows have seeds of their own
 
 
 def test_stop_strings_cut_text_and_tokens(command: Command) -> None:
