@@ -24,14 +24,13 @@ from esp_worker.sequence import ActiveSequence
 from esp_worker.slots import SlotTable
 from esp_worker.stopping import Ending, token_limit
 from esp_worker.tree import Draft
-from esp_worker.types import Completion, DecodeStats, FinishReason, Request
+from esp_worker.types import Completion, FinishReason, Request, TokenLogprobs
 from esp_worker.verify import Verdict, accept_walk
 
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 BLOCK_COLUMNS = 256  # room for a block behind the longest context
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _GIB = 1 << 30
 
 
@@ -53,9 +52,10 @@ class Engine:
     step prefills while other sequences decode. prefix_reuse: take over the KV of a prompt's beginning where a slot
     holds it. cache_bytes: most bytes of KV (None: worked out from the device's free memory).
 
-    Contexts that outgrow the cache's budget leave fewer slots for a time, and a device that runs out of memory half of
-    them for good. A sequence that has to leave its slot waits at the head of its lane; its context is computed again
-    and its output goes on where it was. Raises ValueError for settings that cannot work.
+    Contexts that outgrow the cache's budget leave fewer slots for a time. A device that runs out of memory leaves half
+    the slots and half the budget, down to one slot: a sequence that fails there fails alone, and the engine has its
+    slots back. A sequence that has to leave its slot waits at the head of its lane; its context is computed again and
+    its output goes on where it was. Raises ValueError for settings that cannot work.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Engine:
         self._lane = next(iter(self._lanes.values()))
         self._table = SlotTable(model.new_cache(slots))
         self.cache_bytes = cache_budget(model.device) if cache_bytes is None else cache_bytes
+        self._wanted = self.slots, self.cache_bytes
         self._check_budget()
-        self._finished: list[Completion] = []  # given out by the next step that does not fail
-        self._alone = 0  # sequences at the head of the lane that must not share a step
+        self._finished: list[ActiveSequence] = []  # given out by the next step that does not fail
 
     # ---- requests in, completions out
 
@@ -122,28 +122,31 @@ class Engine:
         self._enqueue(request, method)
 
     def generate(self, requests: Iterable[Request], method: str | None = None) -> Iterator[Completion]:
-        """Decode requests and yield completions as they end (not in order).
+        """Decode requests and yield their completions as they end (not in order).
 
-        Raises RequestError before anything runs. Requests of a generator that is closed early leave the engine.
+        Raises RequestError before anything runs. Requests of a generator that is closed early leave the engine; those
+        that others have submitted stay.
         """
-        taken: list[ActiveSequence] = []
+        left: set[ActiveSequence] = set()
         try:
             for request in requests:
-                taken.append(self._enqueue(request, method))
-            while self.busy:
-                yield from self.step()
+                left.add(self._enqueue(request, method))
+            while left:
+                ended = self._step()
+                own = [sequence for sequence in ended if sequence in left]
+                self._finished += [sequence for sequence in ended if sequence not in left]
+                left.difference_update(own)
+                yield from (sequence.completion() for sequence in own)
         finally:
-            names = {sequence.request.request_id for sequence in taken}
-            self._finished = [done for done in self._finished if done.request_id not in names]
-            for sequence in taken:
-                if sequence.ending is None:
-                    self._drop(sequence)
+            self._finished = [sequence for sequence in self._finished if sequence not in left]
+            for sequence in left:
+                sequence.cancelled = True
 
     def cancel(self, request_id: str) -> None:
         """Forget a request that waits or runs; nothing happens when it has ended."""
-        everywhere = [self._table.sequences, *(lane.waiting for lane in self._lanes.values())]
-        for sequence in [each for place in everywhere for each in place if each.request.request_id == request_id]:
-            self._drop(sequence)
+        for sequence in self._unfinished():
+            if sequence.request.request_id == request_id:
+                sequence.cancelled = True
 
     @property
     def methods(self) -> list[str]:
@@ -152,7 +155,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._table.sequences or self._finished) or any(lane.waiting for lane in self._lanes.values())
+        return bool(self._finished) or any(not sequence.cancelled for sequence in self._unfinished())
 
     @property
     def running(self) -> list[str]:
@@ -176,29 +179,44 @@ class Engine:
 
     def drop_running(self) -> None:
         """Forget the sequences in slots (after a step that failed)."""
-        self._alone = max(self._alone - len(self._settle(self._table.clear())), 0)
+        self._settle(self._table.clear())
 
     def restart_alone(self) -> None:
         """Start the sequences in slots again from their prompts, one at a time, before any other (after a step that
         failed: the one that fails alone is the culprit)."""
-        left = self._settle(self._table.clear())
-        self._alone = len(left)
-        for old in reversed(left):
-            fresh = ActiveSequence(old.request, old.drafter, old.limit, stats=DecodeStats(engine_s=old.stats.engine_s))
-            self._lane.waiting.appendleft(fresh)
+        for sequence in reversed(self._settle(self._table.clear())):
+            sequence.restart(alone=True)
+            self._lane.waiting.appendleft(sequence)
 
-    @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Fill free slots, run one block for every running sequence, return those that ended."""
+        return [sequence.completion() for sequence in self._step()]
+
+    @torch.inference_mode()
+    def _step(self) -> list[ActiveSequence]:
+        reason = None
         try:
+            self._release()  # what was cancelled since
             self._prefill_waiting()
             self._decode()
-        except _OUT_OF_MEMORY as error:
-            self._shrink(error)
+        except (RuntimeError, MemoryError) as error:
+            reason = _out_of_memory(error)
+            if reason is None:
+                raise
+            if self.slots == 1:
+                self.slots, self.cache_bytes = self._wanted  # the others need not suffer for the one that fails now
+                raise
+        if reason is not None:  # here, where the error and all that it holds has gone
+            self._shrink(reason)
         done, self._finished = self._finished, []
         if not self.busy:
             self._lane = self._lane_of(None)
         return done
+
+    def _unfinished(self) -> Iterator[ActiveSequence]:
+        yield from self._table.sequences
+        for lane in self._lanes.values():
+            yield from lane.waiting
 
     def _enqueue(self, request: Request, method: str | None) -> ActiveSequence:
         self.check(request)
@@ -223,11 +241,12 @@ class Engine:
         if not self._table.running and not self._lane.waiting:
             self._lane = next((lane for lane in self._lanes.values() if lane.waiting), self._lane)
         waiting, running = self._lane.waiting, self._table.running
-        while waiting and not waiting[0].limit:
-            nothing = waiting.popleft()  # max_new_tokens 0
-            nothing.ending = Ending(FinishReason.LENGTH)
-            self._finish(nothing)
-        if not waiting or (self._alone and running):
+        while waiting and (waiting[0].cancelled or not waiting[0].limit):
+            skipped = waiting.popleft()
+            if not skipped.cancelled:  # max_new_tokens 0
+                skipped.ending = Ending(FinishReason.LENGTH)
+                self._finish(skipped)
+        if not waiting or (running and (waiting[0].alone or running[0].alone)):
             return None
         if not self._table.free:
             self._make_slots(waiting[0])
@@ -237,32 +256,22 @@ class Engine:
         return waiting.popleft()
 
     def _release(self) -> None:
-        """Take ended sequences out of their slots."""
-        for sequence in reversed(self._table.running.copy()):
-            if sequence.ending is not None:
+        """Take ended and cancelled sequences out of their slots."""
+        for sequence in reversed(self._table.sequences.copy()):
+            if sequence.ending is not None or sequence.cancelled:
                 self._table.remove(sequence)
-                self._finish(sequence)
-
-    def _finish(self, sequence: ActiveSequence) -> None:
-        self._alone = max(self._alone - 1, 0)
-        self._finished.append(sequence.completion())
-
-    @torch.inference_mode()
-    def _drop(self, sequence: ActiveSequence) -> None:
-        for lane in self._lanes.values():
-            if sequence in lane.waiting:
-                lane.waiting.remove(sequence)
-                return
-        if sequence in self._table.sequences:
-            self._table.remove(sequence)
-            self._alone = max(self._alone - 1, 0)
+                self._settle([sequence])
 
     def _settle(self, sequences: Sequence[ActiveSequence]) -> list[ActiveSequence]:
-        """Finish those that have ended; returns the others."""
+        """Finish those that have ended and forget the cancelled; returns the others."""
         for sequence in sequences:
-            if sequence.ending is not None:
+            if sequence.ending is not None and not sequence.cancelled:
                 self._finish(sequence)
-        return [sequence for sequence in sequences if sequence.ending is None]
+        return [sequence for sequence in sequences if sequence.ending is None and not sequence.cancelled]
+
+    def _finish(self, sequence: ActiveSequence) -> None:
+        sequence.ended = time.perf_counter()
+        self._finished.append(sequence)
 
     def _wait_again(self, sequences: Sequence[ActiveSequence]) -> None:
         """Back to the head of the lane, in order; their context is computed again, their output stays."""
@@ -295,7 +304,11 @@ class Engine:
         slots = self._slots_of(wanted)
         if slots < cache.slots:
             logger.info("contexts of %d tokens: %d slots for now", columns, slots)
-        self._wait_again(self._table.resize(slots, wanted)[::-1])
+        while len(self._table.sequences) > slots:
+            last = self._table.running[-1]
+            self._table.remove(last)
+            self._wait_again([last])
+        self._table.resize(slots, wanted)
 
     def _make_slots(self, wanting: ActiveSequence) -> None:
         """Give slots back that longer contexts had taken, once these are gone."""
@@ -308,19 +321,15 @@ class Engine:
         if slots > cache.slots:
             self._table.resize(slots, needed)
 
-    def _shrink(self, error: BaseException) -> None:
-        """Out of memory: half the slots, half the cache; everything in slots is computed again. Raises `error` when
-        there is one slot only."""
-        if self.slots == 1:
-            raise error
-        budget = max(self._table.cache.nbytes // 2, rounded(1) * self._table.cache.column_bytes)
+    def _shrink(self, reason: str) -> None:
+        """Out of memory: half the slots, half the budget; the contexts of all in slots are computed again."""
         self._wait_again(self._settle(self._table.clear()))
         self.slots //= 2
-        self.cache_bytes = min(self.cache_bytes, budget)
+        self.cache_bytes //= 2  # not below one slot: _slots_of gives one always
         self._table = SlotTable(self.model.new_cache(self.slots))
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        logger.warning("out of memory (%s): going on with %d slots", str(error).partition("\n")[0], self.slots)
+        logger.warning("out of memory (%s): going on with %d slots", reason, self.slots)
 
     # ---- prefill
 
@@ -364,15 +373,16 @@ class Engine:
         return tokens
 
     def _start(self, sequence: ActiveSequence) -> None:
-        sequence.started = time.perf_counter()
+        began = time.perf_counter()
         prompt = torch.tensor(sequence.request.prompt_ids, device=self.model.device)
         sequence.state = sequence.drafter.start(self.model.embed(prompt))
+        sequence.started = began  # at the end: should this fail for want of memory, it is done again
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
         request = sequence.request
         token = select_token(logits[0], request.sampling, request.prompt_ids, [])
-        self._note_logprobs(sequence, logits, [0], [token])
+        sequence.logprobs += _logprobs(sequence, logits, [0], [token])
         sequence.commit([token])
         if sequence.ending is None:
             sequence.drafter.observe([sequence.state], [[token]], [logits[1:]])
@@ -397,13 +407,15 @@ class Engine:
             drafts = drafts[: len(running)]
         if not drafts:
             return
-        hidden = self._forward(drafts)
-        verdicts = self._verify(drafts, hidden)
-        self._commit(drafts, verdicts, hidden)
-        seconds = (time.perf_counter() - began) / len(running)
-        for sequence in running:
-            sequence.stats.engine_s += seconds
-            sequence.stats.batch_sum += len(running)
+        try:
+            hidden = self._forward(drafts)
+            verdicts, logprobs = self._verify(drafts, hidden)
+            self._commit(drafts, verdicts, logprobs)
+            self._observe(drafts, verdicts, hidden)
+        finally:
+            seconds = (time.perf_counter() - began) / len(running)
+            for sequence in running:
+                sequence.stats.engine_s += seconds
         self._release()
 
     def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
@@ -429,55 +441,50 @@ class Engine:
         positions = lengths[:, None] + offsets.to(device)
         return self.model.forward_block(self._table.cache, 0, lengths, embeds, positions, visible.to(device))
 
-    def _verify(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> list[Verdict]:
+    def _verify(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
         """lm_head on roots and nodes only, then each sequence's accept walk."""
         counts = [draft.shape.token_rows for draft in drafts]
         logits = self.model.logits(torch.cat([hidden[b, :count] for b, count in enumerate(counts)]))
         best, choices = logits.max(-1)
         greedy = torch.where(torch.isfinite(best), choices, -1).tolist()
-        verdicts, first = [], 0
+        verdicts, logprobs, first = [], [], 0
         for sequence, draft, count in zip(self._table.running, drafts, counts, strict=True):
             rows = logits[first : first + count]
             verdict = accept_walk(draft.tree, _chooser(sequence, rows, greedy[first : first + count]))
-            self._note_logprobs(sequence, rows, verdict.path, verdict.tokens)
+            logprobs.append(_logprobs(sequence, rows, verdict.path, verdict.tokens))
             verdicts.append(verdict)
             first += count
-        return verdicts
+        return verdicts, logprobs
 
-    @staticmethod
-    def _note_logprobs(
-        sequence: ActiveSequence, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
+    def _commit(
+        self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logprobs: Sequence[Sequence[TokenLogprobs]]
     ) -> None:
-        """Row rows[i] of logits [n, V] chose tokens[i]. Those of tokens that are cut are cut at the end."""
-        wanted = sequence.request.sampling.logprobs
-        if wanted is not None:
-            chosen = zip(rows, tokens, strict=True)
-            sequence.logprobs += [token_logprobs(logits[row], token, wanted) for row, token in chosen]
-
-    def _commit(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], hidden: torch.Tensor) -> None:
-        """Append accepted tokens, keep their KV, and hand the winners' probe logits to the drafter."""
+        """Append accepted tokens and keep their KV."""
         slots: list[int] = []
         sources: list[int] = []
         targets: list[int] = []
-        going: list[int] = []
-        for slot, (sequence, draft, verdict) in enumerate(zip(self._table.running, drafts, verdicts, strict=True)):
+        running = self._table.running
+        for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=True)):
             length = sequence.length
-            sequence.commit_run(verdict.tokens, drafted=len(draft.tree))
+            sequence.commit_run(verdict.tokens, logprobs[slot])
+            sequence.stats.drafted_tokens += len(draft.tree)
             sequence.stats.rows_computed += draft.shape.rows
+            sequence.stats.batch_sum += len(running)
             if sequence.ending is not None:
                 continue
-            going.append(slot)
             for target, row in enumerate(verdict.path):
                 if row != target:
                     slots.append(slot)
                     sources.append(length + row)
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
-        self._observe(going, drafts, verdicts, hidden)
 
-    def _observe(
-        self, going: Sequence[int], drafts: Sequence[Draft], verdicts: Sequence[Verdict], hidden: torch.Tensor
-    ) -> None:
+    def _observe(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], hidden: torch.Tensor) -> None:
+        """Hand the logits of each deepest accepted row's probes to the drafter."""
+        running = self._table.running
+        going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
+        if not going:
+            return
         probes = [drafts[slot].shape.probe_rows(verdicts[slot].path[-1]) for slot in going]
         counts = [len(rows) for rows in probes]
         if sum(counts):
@@ -485,9 +492,25 @@ class Engine:
             logits = list(self.model.logits(rows).split(counts))
         else:
             logits = [hidden.new_zeros(0, self.model.vocab_size) for _ in going]
-        if going:
-            states = [self._table.running[slot].state for slot in going]
-            self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], logits)
+        states = [running[slot].state for slot in going]
+        self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], logits)
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """The first line of an error that says that memory is out; None for others. A CPU's is a plain RuntimeError."""
+    line = str(error).partition("\n")[0]
+    out = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line
+    return line if out else None
+
+
+def _logprobs(
+    sequence: ActiveSequence, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Of `tokens`, where the request asks for them; row rows[i] of logits [n, V] chose tokens[i]."""
+    wanted = sequence.request.sampling.logprobs
+    if wanted is None:
+        return []
+    return [token_logprobs(logits[row], token, wanted) for row, token in zip(rows, tokens, strict=True)]
 
 
 def _chooser(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-# A cache that grows is there twice while it is copied (half of the new size beside the new one); the rest of what is
-# free is for activations. Free CPU memory is shared with the rest of the machine.
-CUDA_SHARE = 0.6
-CPU_SHARE = 0.5
+# A cache that changes its size is there twice while it is copied; what is left over is for activations. Free CPU memory
+# is shared with the rest of the machine.
+CUDA_SHARE = 0.45
+CPU_SHARE = 0.4
 
 _CGROUPS = (  # (limit, usage) of this process's container, as cgroup 2 and 1 name them
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),

@@ -46,7 +46,8 @@ def decode(model: CausalModel, request: Request, max_length: int | None = None) 
             output.append(token)
             if token in params.eos_token_ids:
                 return ReferenceCompletion(tuple(output), FinishReason.STOP, torch.stack(rows))
-            match = request.stop.match(output) if request.stop and len(output) > params.min_new_tokens else None
+            least = params.min_new_tokens
+            match = request.stop.match(output, least) if request.stop and len(output) > least else None
             if match is not None:
                 kept = torch.stack(rows)[: match.keep]
                 return ReferenceCompletion(tuple(output[: match.keep]), FinishReason.STOP, kept, match)

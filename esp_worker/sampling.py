@@ -5,7 +5,7 @@ noise g keyed by (seed, sample index, output position) through a counter-based g
 token whatever the batch, the tree, the order or the worker, which is what makes sampled ESP equal sampled plain
 decoding (method.md calls it sample matching). V: vocabulary size.
 
-Order: penalties, logit bias, bad words, min_new_tokens; then temperature, top-k, top-p, min-p (Hugging Face's order).
+Order: logit bias, penalties, bad words, min_new_tokens; then temperature, top-k, top-p, min-p (Hugging Face's order).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from esp_worker.types import SamplingParams, TokenLogprobs
+
+NUCLEUS = 512  # tokens that top-p looks at first; the rest only where their mass does not suffice
 
 
 class NoTokenError(ValueError):
@@ -29,12 +30,18 @@ def select_token(
     """The token that follows `output` (the row's own tokens so far), from logits [V]. Raises NoTokenError."""
     scores = edited_logits(logits, params, prompt_ids, output) if params.edits_logits else logits
     if params.temperature > 0:
-        noise = torch.from_numpy(gumbel_noise(params.seed, params.sample_index, len(output), logits.shape[-1]))
-        scores = filtered_logits(scores.double(), params) + noise.to(scores.device)
+        scores = filtered_logits(scores.double(), params)
     best, token = scores.max(-1)
     if not torch.isfinite(best):
         raise NoTokenError(why_no_token(logits))
-    return int(token)
+    return _draw(scores, params, len(output)) if params.temperature > 0 else int(token)
+
+
+def _draw(scores: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """Gumbel-max; only tokens that are left need noise."""
+    tokens = torch.isfinite(scores).nonzero().flatten()
+    noise = gumbel_noise(params.seed, params.sample_index, position, tokens)
+    return int(tokens[(scores[tokens] + noise).argmax()])
 
 
 def why_no_token(logits: torch.Tensor) -> str:
@@ -46,8 +53,10 @@ def why_no_token(logits: torch.Tensor) -> str:
 def edited_logits(
     logits: torch.Tensor, params: SamplingParams, prompt_ids: tuple[int, ...], output: Sequence[int]
 ) -> torch.Tensor:
-    """A copy of logits [V] with penalties, bias and exclusions (-inf) for the token that follows `output`."""
+    """A copy of logits [V] with bias, penalties and exclusions (-inf) for the token that follows `output`."""
     scores = logits.clone()
+    for token, bias in params.logit_bias:
+        scores[token] += bias
     if params.repetition_penalty != 1:
         seen = _tensor(sorted(_distinct(prompt_ids).union(output)), scores)
         old = scores[seen]
@@ -55,8 +64,6 @@ def edited_logits(
     if output and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = torch.unique(_tensor(output, scores), return_counts=True)
         scores[tokens] -= params.presence_penalty + params.frequency_penalty * counts.to(scores.dtype)
-    for token, bias in params.logit_bias:
-        scores[token] += bias
     excluded = [word[-1] for word in params.bad_words if _ends_with(output, word[:-1])]
     if len(output) < params.min_new_tokens:
         excluded += [token for token in params.eos_token_ids if token < len(scores)]
@@ -72,22 +79,64 @@ def filtered_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
         threshold = scores.topk(params.top_k).values[-1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     if params.top_p < 1:
-        ordered, order = scores.sort(descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs  # mass ahead of each token: the best one is always kept
-        scores = scores.masked_fill(
-            torch.zeros_like(before, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
-        )
+        scores = scores.masked_fill(scores < _nucleus_threshold(scores, params.top_p), -torch.inf)
     if params.min_p > 0:
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
     return scores
 
 
-def gumbel_noise(seed: int, sample_index: int, position: int, size: int) -> np.ndarray:
-    """[size] float64 standard Gumbel noise; a function of its arguments alone (Philox, counter-based)."""
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, (sample_index << 32) | position], np.uint64)))
-    return generator.gumbel(size=size)
+def _nucleus_threshold(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The lowest of the fewest best scores whose mass reaches top_p. Scores are sorted no further than that."""
+    total, count = scores.logsumexp(-1), NUCLEUS
+    while True:
+        best = scores.topk(min(count, len(scores))).values
+        mass = (best - total).exp().cumsum(-1)
+        inside = int((mass < top_p).sum())  # the next one completes the mass
+        if inside < len(best) or len(best) == len(scores):
+            return best[min(inside, len(best) - 1)]
+        count *= 8
+
+
+def gumbel_noise(seed: int, sample_index: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise of each of `tokens` [n] (int64), in float64: a function of key and token alone.
+
+    Counter-based: splitmix64 (Steele, Lea, Flood 2014) of a stream that the key picks, at the place of the token id.
+    """
+    stream = _mix_int(_mix_int(_mix_int(seed) ^ sample_index) ^ position)
+    bits = _mix(tokens * _signed(_GOLDEN) + _signed(stream))
+    uniform = ((bits >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52  # in (0, 1)
+    return -(-uniform.log()).log()
+
+
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _mix_int(value: int) -> int:
+    """One splitmix64 step of an unsigned 64-bit number."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ value >> 30) * _MIX_1) & _MASK
+    value = ((value ^ value >> 27) * _MIX_2) & _MASK
+    return value ^ value >> 31
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """The same step for many; int64 multiplication wraps as the unsigned one does."""
+    values = values + _signed(_GOLDEN)
+    values = (values ^ _shifted(values, 30)) * _signed(_MIX_1)
+    values = (values ^ _shifted(values, 27)) * _signed(_MIX_2)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
+    """Right shift of the bits, without the sign."""
+    return values >> by & (1 << 64 - by) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number."""
+    return value - (1 << 64) if value >> 63 else value
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprobs:

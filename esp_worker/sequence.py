@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,10 @@ class ActiveSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
     filled: int = 0
+    alone: bool = False  # must not share a step: a step failed with it and others
+    cancelled: bool = False
     started: float | None = None
+    ended: float | None = None
     ending: Ending | None = None
 
     @property
@@ -52,30 +54,36 @@ class ActiveSequence:
         self.ending = commit_until_end(self.output, tokens, self.request, self.limit)
         return len(self.output) - before
 
-    def commit_run(self, tokens: Sequence[int], drafted: int) -> int:
-        """Commit what one decode call gave (accepted drafts, then the bonus) and count it; as `commit`."""
+    def commit_run(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Commit what one decode call gave (accepted drafts, then the bonus) and count it."""
+        self.logprobs += logprobs
         kept = self.commit(tokens)
         lengths = self.stats.accept_lengths
         lengths.append(kept)
-        for call in range(len(lengths) - 1, 0, -1):  # a cut reaches into earlier calls
-            if lengths[call] < 0:
-                lengths[call - 1] += lengths[call]
-                lengths[call] = 0
+        call = len(lengths) - 1
+        while call and lengths[call] < 0:  # a cut reaches into earlier calls
+            lengths[call - 1] += lengths[call]
+            lengths[call] = 0
+            call -= 1
         lengths[0] = max(lengths[0], 0)  # and into the first token, which is prefill's
         self.stats.decode_calls += 1
-        self.stats.drafted_tokens += drafted
         self.stats.accepted_tokens += max(min(kept, len(tokens) - 1), 0)
-        return kept
+
+    def restart(self, alone: bool) -> None:
+        """Begin again from the prompt; the time that it has had stays on its account."""
+        self.state, self.output, self.logprobs = None, [], []
+        self.stats = DecodeStats(engine_s=self.stats.engine_s)
+        self.filled, self.started, self.alone = 0, None, alone
 
     def completion(self) -> Completion:
         assert self.ending is not None
-        now = time.perf_counter()
+        assert self.ended is not None
         return Completion(
             request_id=self.request.request_id,
             token_ids=tuple(self.output),
             finish_reason=self.ending.reason,
             stats=self.stats,
-            latency_s=now - (now if self.started is None else self.started),
+            latency_s=0.0 if self.started is None else self.ended - self.started,
             stop=self.ending.stop,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs[: len(self.output)]),
         )

@@ -97,7 +97,8 @@ class EngineService:
                 return False
             if isinstance(message, _Submission):
                 self._enqueue(message)
-            elif self._pending.pop(message, None):
+            elif submission := self._pending.pop(message, None):
+                submission.future.set_running_or_notify_cancel()  # tells those that wait for it
                 self._engine.cancel(message)
 
     def _enqueue(self, submission: _Submission) -> None:
@@ -120,7 +121,8 @@ class EngineService:
             logger.exception("a step failed with one sequence in it")
             self._engine.drop_running()
             for key in running:
-                _fail(self._pending.pop(key).future, error)
+                if submission := self._pending.pop(key, None):  # None: cancelled meanwhile
+                    _fail(submission.future, error)
             if not running:  # nothing to blame: the engine itself is broken
                 raise
             return []

@@ -86,15 +86,11 @@ class SlotTable:
         self.cache.copy(source, target, length)
         self._held[target] = self._held[source][:length]
 
-    def resize(self, slots: int, columns: int) -> list[ActiveSequence]:
-        """Another number of slots and columns; returns the running sequences that had to go, last ones first."""
-        gone = []
-        while len(self.sequences) > slots:
-            gone.append(self.running[-1])
-            self.remove(self.running[-1])
+    def resize(self, slots: int, columns: int) -> None:
+        """Another number of slots, enough for all that occupy one, and of columns."""
+        assert len(self.sequences) <= slots
         self.cache.resize(slots, columns)
         self._held = [held[:columns] for held in self._held[:slots]] + [_NOTHING] * (slots - len(self._held))
-        return gone
 
     def forget(self) -> None:
         """Take no prefix over from what slots hold now."""

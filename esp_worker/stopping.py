@@ -37,7 +37,7 @@ def commit_until_end(output: list[int], tokens: Sequence[int], request: Request,
         if token in sampling.eos_token_ids:
             return Ending(FinishReason.STOP)
         if request.stop is not None and len(output) > sampling.min_new_tokens:
-            match = request.stop.match(output)
+            match = request.stop.match(output, sampling.min_new_tokens)
             if match is not None:
                 del output[match.keep :]
                 return Ending(FinishReason.STOP, match)
@@ -49,28 +49,26 @@ def commit_until_end(output: list[int], tokens: Sequence[int], request: Request,
 class StopStrings:
     """Stop condition: the decoded output contains one of `strings`, which may span tokens and accepted runs.
 
-    The output ends before the stop string, or behind it with `keep`. A string that is complete within the first `after`
-    tokens (min_new_tokens) does not count.
+    The output ends before the stop string, or behind it with `keep`.
 
     Only the newest tokens are decoded: a token that prints at all prints at least one byte (a character has at most
     four), so a window of 4 x (longest string) + 4 tokens holds what the newest token can complete. Where tokens print
     nothing (special ones), the window grows until a string's length stands before what the newest token prints.
     """
 
-    def __init__(self, strings: Sequence[str], decode: Decode, *, keep: bool = False, after: int = 0) -> None:
+    def __init__(self, strings: Sequence[str], decode: Decode, *, keep: bool = False) -> None:
         assert strings
         assert all(strings)
         self.strings = tuple(strings)
         self._decode = decode
         self._keep = keep
-        self._after = after
         self._longest = max(len(string) for string in strings)
 
-    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+    def match(self, token_ids: Sequence[int], after: int = 0) -> StopMatch | None:
         if not any(string in self._tail(token_ids) for string in self.strings):
             return None
         text = self._decode(token_ids)
-        ignored = len(self._decode(token_ids[: self._after]).rstrip(REPLACEMENT)) if self._after else 0
+        ignored = len(self._decode(token_ids[:after]).rstrip(REPLACEMENT)) if after else 0
         found = [(at, string) for string in self.strings if (at := self._find(text, string, ignored)) is not None]
         if not found:
             return None

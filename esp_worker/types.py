@@ -34,8 +34,11 @@ class StopMatch:
 class StopCondition(Protocol):
     """Decides, after each committed token, whether the sequence ends there (stop strings are one such condition)."""
 
-    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
-        """The cut when the newest of the output tokens `token_ids` (all of them, in order) completes a stop."""
+    def match(self, token_ids: Sequence[int], after: int = 0) -> StopMatch | None:
+        """The cut when the newest of the output tokens `token_ids` (all of them, in order) completes a stop.
+
+        What is complete within the first `after` tokens (min_new_tokens) does not count.
+        """
         ...
 
 

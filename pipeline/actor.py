@@ -159,7 +159,7 @@ class DecodeActor:
         )
         stop = None
         if sampling.stop:
-            stop = StopStrings(sampling.stop, self._text, keep=sampling.keep_stop, after=sampling.min_new_tokens)
+            stop = StopStrings(sampling.stop, self._text, keep=sampling.keep_stop)
         return Request(row["row_id"], tuple(row["prompt_ids"]), params, stop)
 
     def _text(self, token_ids: Any) -> str:

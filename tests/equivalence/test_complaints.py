@@ -238,7 +238,7 @@ def test_a_stop_string_within_min_new_tokens_does_not_count(byte_model: CausalMo
     engine = Engine(byte_model, [ProbeDrafter(byte_model.embed, **WIDE)], slots=1)
     free = tokenizer.decode(only(engine, item).token_ids)
     letter = next(each for each in free[:6] if each in free[12:])
-    stop = StopStrings([letter], tokenizer.decode, after=12)
+    stop = StopStrings([letter], tokenizer.decode)
     done = only(engine, text_request(stop, min_new_tokens=12)[0])
     assert tokenizer.decode(done.token_ids) == free[: free.index(letter, 12)]
 

@@ -36,7 +36,7 @@ class EndsWith:
     tail: tuple[int, ...]
     keep: bool
 
-    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+    def match(self, token_ids: Sequence[int], after: int = 0) -> StopMatch | None:
         if tuple(token_ids[-len(self.tail) :]) != self.tail:
             return None
         kept = len(token_ids) - (0 if self.keep else len(self.tail))

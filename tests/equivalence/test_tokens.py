@@ -164,7 +164,7 @@ class EndsWith:
     def __init__(self, *tail: int) -> None:
         self.tail = tail
 
-    def match(self, token_ids: list[int]) -> StopMatch | None:
+    def match(self, token_ids: list[int], after: int = 0) -> StopMatch | None:
         whole = tuple(token_ids[-len(self.tail) :]) == self.tail
         return StopMatch(len(token_ids), "", "tail") if whole else None
 

@@ -80,7 +80,7 @@ class Reference:
         if index == FREE:
             return None
         if index == KEPT:
-            return StopStrings(STOPS, self.text, keep=True, after=6)
+            return StopStrings(STOPS, self.text, keep=True)
         return StopStrings([self.stop], self.text)
 
     def check(self, row: Mapping[str, Any]) -> None:

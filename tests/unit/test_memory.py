@@ -34,5 +34,5 @@ def test_a_containers_limit_counts(
 
 def test_engines_on_one_device_share_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
-    assert memory.cache_budget(CPU) == 4000
-    assert memory.cache_budget(CPU, engines=4) == 1000
+    assert memory.cache_budget(CPU) == 3200
+    assert memory.cache_budget(CPU, engines=4) == 800

@@ -25,7 +25,7 @@ class StopsAt:
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+    def match(self, token_ids: Sequence[int], after: int = 0) -> StopMatch | None:
         return cut(token_ids) if token_ids[-1] == self.token else None
 
 
@@ -35,7 +35,7 @@ class Pair:
     def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
 
-    def match(self, token_ids: Sequence[int]) -> StopMatch | None:
+    def match(self, token_ids: Sequence[int], after: int = 0) -> StopMatch | None:
         return cut(token_ids, self.keep) if list(token_ids[-2:]) == [7, 8] else None
 
 
@@ -267,7 +267,7 @@ def test_text_tokens_and_reason_are_cut_at_the_same_place(
     token_ids: list[int], strings: list[str], keep: bool, after: int
 ) -> None:
     words = Vocabulary(*PIECES)
-    stop = StopStrings(strings, words.decode, keep=keep, after=after)
+    stop = StopStrings(strings, words.decode, keep=keep)
     request = request_of(eos=(), stop=stop, min_new_tokens=after)
     output: list[int] = []
     ending = None
@@ -306,10 +306,10 @@ def test_the_cut_at_the_earliest_of_several() -> None:
 
 def test_a_string_that_begins_early_and_ends_behind_counts() -> None:
     words = Vocabulary("a", "b", "EN", "D")
-    stop = StopStrings(["END", "a"], words.decode, after=2)
-    assert stop.match([0, 2, 3]) == StopMatch(1, "a", "END"), "the a of the first two tokens does not count"
-    assert stop.match([0, 2, 1]) is None
-    assert stop.match([0, 2, 1, 0]) == StopMatch(3, "aENb", "a")
+    stop = StopStrings(["END", "a"], words.decode)
+    assert stop.match([0, 2, 3], after=2) == StopMatch(1, "a", "END"), "the a of the first two tokens does not count"
+    assert stop.match([0, 2, 1], after=2) is None
+    assert stop.match([0, 2, 1, 0], after=2) == StopMatch(3, "aENb", "a")
 
 
 def test_empty_stop_strings_are_our_own_mistake() -> None:
