@@ -10,7 +10,7 @@ from tiny import FAMILIES, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from esp_worker.accel import accelerate, packed
+from esp_worker.accel import accelerate, norms, packed
 from esp_worker.model import CausalModel
 
 needs_packing = pytest.mark.skipif(
@@ -66,6 +66,41 @@ def test_siblings_are_one_product(family: str, products: int, monkeypatch: pytes
     with torch.inference_mode(), model.stock() as hf:
         hf(input_ids=torch.arange(3, 12)[None])
     assert len(calls) == products * model.config.num_hidden_layers + 1  # lm_head
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    # Around attention and MLP, at the end; of queries and keys; around both sides (Gemma). GPT-2 and Cohere have others.
+    [("llama", 7), ("qwen3", 13), ("gemma", 7), ("gemma3", 19), ("olmo2", 13), ("gpt2", 0), ("cohere", 0)],
+)
+def test_rms_norms_are_fused(family: str, count: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).requires_grad_(False)
+    before = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")}
+    for norm in before.values():
+        norm.weight.uniform_(-0.5, 1.5)
+    assert norms.fuse_norms(model) == count
+    fused = {name: module for name, module in model.named_modules() if type(module) is nn.RMSNorm}
+    assert fused.keys() == before.keys()
+    for name, norm in fused.items():
+        x = torch.randn(2, 5, *norm.normalized_shape)
+        torch.testing.assert_close(norm(x), before[name](x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_of_another_kind_stays() -> None:
+    class CubeRMSNorm(nn.Module):
+        eps = 1e-6
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-1 / 3)
+
+    model = nn.Sequential(CubeRMSNorm())
+    assert norms.fuse_norms(model) == 0
+    assert type(model[0]) is CubeRMSNorm
 
 
 @needs_packing
