@@ -70,7 +70,7 @@ def test_siblings_are_one_product(family: str, products: int, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("family", "count"),
-    # Around attention and MLP, at the end; of queries and keys; around both sides (Gemma). GPT-2 and Cohere have others.
+    # In a layer 2, 4 with those of queries and keys, 6 with both sides; 1 at the end. GPT-2 and Cohere have others.
     [("llama", 7), ("qwen3", 13), ("gemma", 7), ("gemma3", 19), ("olmo2", 13), ("gpt2", 0), ("cohere", 0)],
 )
 def test_rms_norms_are_fused(family: str, count: int) -> None:
