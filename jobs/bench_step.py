@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -102,42 +104,42 @@ class _Watch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.rows = 0
 
-    def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What a module runs before and after its forward."""
-
-        def before(module: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-            if "inputs_embeds" in kwargs:
-                self.rows = kwargs["inputs_embeds"].shape[1]
-            self.seconds[name] -= time.perf_counter()
-
-        def after(*_: object) -> None:
-            self.seconds[name] += time.perf_counter()
-
-        return before, after
-
-    def timed(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
-            out = attention(*args, **kwargs)
-            self.seconds["attention"] += time.perf_counter() - began
+            out = work(*args, **kwargs)
+            self.seconds[part] += time.perf_counter() - began
             return out
+
+        return run
+
+    def backbone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self.timed("backbone", forward)
+
+        def run(*args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
+            self.rows = inputs_embeds.shape[1]
+            return timed(*args, inputs_embeds=inputs_embeds, **kwargs)
 
         return run
 
 
 @contextmanager
 def _watched(model: CausalModel) -> Iterator[_Watch]:
+    """Time the model's parts within. Each module's forward is wrapped: a hook would cost more than small layers do."""
     watch = _Watch()
     hf: Any = model.module
-    head, backbone = hf.get_output_embeddings(), hf.base_model
-    parts = [("lm_head", head), ("backbone", backbone)]
-    parts += [("linears", module) for module in backbone.modules() if isinstance(module, _LINEARS)]
+    backbone = hf.base_model
+    wraps: list[tuple[Any, Callable[..., Any]]] = [
+        (hf.get_output_embeddings(), partial(watch.timed, "lm_head")),
+        (backbone, watch.backbone),
+    ]
+    linears = [module for module in backbone.modules() if isinstance(module, _LINEARS)]
+    wraps += [(module, partial(watch.timed, "linears")) for module in linears]
     with ExitStack() as stack:
-        for name, module in parts:
-            before, after = watch.hooks(name)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after).remove)
-        stack.enter_context(model.attention_within(watch.timed))
+        for module, wrap in wraps:
+            module.forward = wrap(module.forward)
+            stack.callback(delattr, module, "forward")  # the class's own shows again
+        stack.enter_context(model.attention_within(partial(watch.timed, "attention")))
         yield watch
 
 

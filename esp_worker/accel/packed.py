@@ -1,7 +1,7 @@
 """Linear layers with weights packed once for oneDNN: on a CPU, one kernel that is fast for one row and for many.
 
-PyTorch's own path reorders the weight in every call, and changes kernels between one row and two. R rows, I inputs,
-O outputs. The operators are private to PyTorch's inductor backend, so they are tried before they are used.
+PyTorch's own path reorders the weight in every call, and changes kernels between one row and two. I inputs, O outputs.
+The operators are private to PyTorch's inductor backend, so they are tried before they are used.
 
 Layers that multiply the same rows (query, key and value; gate and up) become one product: one weight to stream, and one
 start and end of all threads in place of two or three.
@@ -28,7 +28,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     try:
-        weight, rows = torch.eye(32), torch.arange(64.0).reshape(2, 32)
+        weight, rows = torch.eye(32), torch.arange(64.0).reshape(1, 2, 32)
         works = torch.equal(_linear(rows, _pack(weight), None), rows)
     except (AttributeError, RuntimeError) as error:
         return f"this PyTorch's packing operators differ: {str(error).splitlines()[0]}"
@@ -64,8 +64,7 @@ class PackedLinear(nn.Module):
         self._packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))  # cat would copy even one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        return _linear(rows, self._packed, self.bias).reshape(*x.shape[:-1], self.out_features)
+        return _linear(x, self._packed, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -119,6 +118,6 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
 
 
-def _linear(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[R, I] -> [R, O]."""
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., I] -> [..., O]."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
