@@ -93,7 +93,7 @@ def tree_attention(
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _capped_attention(folded, key, value, mask, size**-0.5 if scaling is None else scaling, softcap)
-    return out.reshape(batch, heads, rows, size).transpose(1, 2).contiguous(), None
+    return out.reshape(batch, heads, rows, size).transpose(1, 2), None  # the caller's reshape copies
 
 
 def _capped_attention(

@@ -14,6 +14,8 @@ import torch
 
 COLUMN_STEP = 256
 
+_Where = tuple[slice, slice] | tuple[torch.Tensor, torch.Tensor]  # index of slots and columns: [B, N] of them
+
 
 def rounded(columns: int) -> int:
     """Columns come in steps, so that a growing context does not move the cache at each token."""
@@ -27,7 +29,7 @@ class SlotCache:
         self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._kv = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._write: tuple[slice, torch.Tensor, torch.Tensor, int] | None = None
+        self._write: tuple[_Where, slice, int] | None = None
 
     @property
     def slots(self) -> int:
@@ -59,22 +61,27 @@ class SlotCache:
         self._kv = kv
 
     def begin(self, first_slot: int, lengths: torch.Tensor, rows: int, columns: int) -> None:
-        """The next forward writes `rows` rows of slots first_slot.. behind their `lengths` [B] and reads `columns`."""
+        """The next forward writes `rows` rows of slots first_slot.. behind their `lengths` [B] and reads `columns`, as
+        many as the longest then has."""
         if columns > self.columns:
             self.resize(self.slots, rounded(columns))
-        slots = torch.arange(first_slot, first_slot + len(lengths), device=self._kv.device)
-        write_columns = lengths[:, None] + torch.arange(rows, device=self._kv.device)
-        self._write = (slice(first_slot, first_slot + len(lengths)), slots[:, None], write_columns, columns)
+        span = slice(first_slot, first_slot + len(lengths))
+        where: _Where = (span, slice(columns - rows, columns))
+        if int(lengths.min()) + rows < columns:  # contexts of several lengths
+            device = self._kv.device
+            slots = torch.arange(span.start, span.stop, device=device)
+            where = (slots[:, None], lengths[:, None] + torch.arange(rows, device=device))
+        self._write = (where, span, columns)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hugging Face's cache call: store key, value [B, G, N, D], return views [B, G, T, D] of the slots' columns."""
         assert self._write is not None, "begin() comes before a forward pass"
-        span, slots, write_columns, columns = self._write
+        where, span, columns = self._write
         keys, values = self._kv[layer]
-        keys[slots, :, write_columns] = key.transpose(1, 2)
-        values[slots, :, write_columns] = value.transpose(1, 2)
+        keys.transpose(1, 2)[where] = key.transpose(1, 2)
+        values.transpose(1, 2)[where] = value.transpose(1, 2)
         return keys[span, :, :columns], values[span, :, :columns]
 
     def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 BLOCK_COLUMNS = 256  # room for a block behind the longest context
+# Blocks of at most so many rows, over all slots, pass lm_head once: a second pass reads its weight again, which takes
+# as long as about 15 more rows on a CPU, and as hundreds on a GPU.
+ONE_PASS_ROWS = 32
 _GIB = 1 << 30
 
 
@@ -409,9 +412,10 @@ class Engine:
             return
         try:
             hidden = self._forward(drafts)
-            verdicts, logprobs = self._verify(drafts, hidden)
+            logits = self._logits(drafts, hidden)
+            verdicts, logprobs = self._verify(drafts, logits)
             self._commit(drafts, verdicts, logprobs)
-            self._observe(drafts, verdicts, hidden)
+            self._observe(drafts, verdicts, hidden, logits)
         finally:
             seconds = (time.perf_counter() - began) / len(running)
             for sequence in running:
@@ -441,15 +445,23 @@ class Engine:
         positions = lengths[:, None] + offsets.to(device)
         return self.model.forward_block(self._table.cache, 0, lengths, embeds, positions, visible.to(device))
 
-    def _verify(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
-        """lm_head on roots and nodes only, then each sequence's accept walk."""
+    def _logits(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of each sequence's root and nodes [token rows, V]; of a small block's probes too, [rows, V]."""
+        small = hidden.shape[0] * hidden.shape[1] <= ONE_PASS_ROWS
+        counts = [draft.shape.rows if small else draft.shape.token_rows for draft in drafts]
+        rows = torch.cat([hidden[b, :count] for b, count in enumerate(counts)])
+        return self.model.logits(rows).split(counts)
+
+    def _verify(
+        self, drafts: Sequence[Draft], logits: Sequence[torch.Tensor]
+    ) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
+        """Each sequence's accept walk."""
         counts = [draft.shape.token_rows for draft in drafts]
-        logits = self.model.logits(torch.cat([hidden[b, :count] for b, count in enumerate(counts)]))
-        best, choices = logits.max(-1)
-        greedy = torch.where(torch.isfinite(best), choices, -1).tolist()
+        best = [rows[:count].max(-1) for rows, count in zip(logits, counts, strict=True)]
+        finite = torch.isfinite(torch.cat([values for values, _ in best]))
+        greedy = torch.where(finite, torch.cat([tokens for _, tokens in best]), -1).tolist()  # one wait for the device
         verdicts, logprobs, first = [], [], 0
-        for sequence, draft, count in zip(self._table.running, drafts, counts, strict=True):
-            rows = logits[first : first + count]
+        for sequence, draft, rows, count in zip(self._table.running, drafts, logits, counts, strict=True):
             verdict = accept_walk(draft.tree, _chooser(sequence, rows, greedy[first : first + count]))
             logprobs.append(_logprobs(sequence, rows, verdict.path, verdict.tokens))
             verdicts.append(verdict)
@@ -479,21 +491,26 @@ class Engine:
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
 
-    def _observe(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], hidden: torch.Tensor) -> None:
-        """Hand the logits of each deepest accepted row's probes to the drafter."""
+    def _observe(
+        self,
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        hidden: torch.Tensor,
+        logits: Sequence[torch.Tensor],
+    ) -> None:
+        """Hand the logits of each deepest accepted row's probes to the drafter, of the sequences that go on."""
         running = self._table.running
         going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
         if not going:
             return
         probes = [drafts[slot].shape.probe_rows(verdicts[slot].path[-1]) for slot in going]
-        counts = [len(rows) for rows in probes]
-        if sum(counts):
-            rows = torch.cat([hidden[slot, rows.start : rows.stop] for slot, rows in zip(going, probes, strict=True)])
-            logits = list(self.model.logits(rows).split(counts))
+        if all(rows.stop <= len(logits[slot]) for slot, rows in zip(going, probes, strict=True)):
+            found = [logits[slot][rows.start : rows.stop] for slot, rows in zip(going, probes, strict=True)]
         else:
-            logits = [hidden.new_zeros(0, self.model.vocab_size) for _ in going]
+            rows = torch.cat([hidden[slot, rows.start : rows.stop] for slot, rows in zip(going, probes, strict=True)])
+            found = list(self.model.logits(rows).split([len(rows) for rows in probes]))
         states = [running[slot].state for slot in going]
-        self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], logits)
+        self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], found)
 
 
 def _out_of_memory(error: BaseException) -> str | None:

@@ -282,3 +282,13 @@ class CausalModel:
             yield self._hf
         finally:
             self._hf.set_attn_implementation(ATTENTION_NAME)
+
+    @contextmanager
+    def attention_within(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Run wrap(tree attention) in its place, for a benchmark that times it."""
+        AttentionInterface.register(f"{ATTENTION_NAME}_wrapped", wrap(tree_attention))
+        self._hf.set_attn_implementation(f"{ATTENTION_NAME}_wrapped")
+        try:
+            yield
+        finally:
+            self._hf.set_attn_implementation(ATTENTION_NAME)

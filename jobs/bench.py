@@ -1,4 +1,5 @@
 """`python -m jobs.bench decode`: methods and settings side by side on one model, one machine, one run.
+`python -m jobs.bench step`: what a decode step costs (jobs.bench_step).
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
 alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
@@ -24,12 +25,14 @@ import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from esp_worker.accel import accelerate
+from esp_worker.accel import accelerate, packed
 from esp_worker.checkpoint import Checkpoint, ModelError, resolve
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.types import Completion, Request, SamplingParams
+from jobs import bench_step
 from jobs.runtime import machine, versions
 from pipeline.actor import make_drafters
 from pipeline.config import DecoderConfig, parse_decoder
@@ -98,20 +101,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
     try:
-        sides = make_sides(options)
-        checkpoint = resolve(options.model)
-        model = load_model(checkpoint.folder, dtype=options.dtype, device=options.device)
-        kernels = accelerate(model) if options.kernels == "auto" else "stock kernels"
-        requests = read_requests(options, checkpoint)
+        about, results = options.run(options)
     except (ConfigError, ModelError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ceiling = measure_ceiling(model)
+    options.print(about, results)
+    print(json.dumps({**about, "results": results}))
+    return 0
+
+
+def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    sides = make_sides(options)
+    checkpoint = resolve(options.model)
+    model, about = _load(options, checkpoint)
+    requests = read_requests(options, checkpoint)
+    about |= {
+        "prompts": len(requests),
+        "new_tokens": options.new,
+        "decoder": dict(options.decoder),
+        "temperature": options.temperature,
+        "ceiling": measure_ceiling(model),
+    }
     timings = run_sides(model, sides, requests, options.repeat)
     paired = list(zip(sides, timings, strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
-    results = [_result(side, timing, plain.get((side.slots, side.prefix_reuse))) for side, timing in paired]
-    about = {
+    return about, [_result(side, timing, plain.get((side.slots, side.prefix_reuse))) for side, timing in paired]
+
+
+def _step(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    model, about = _load(options, resolve(options.model))
+    ceiling = measure_ceiling(model)
+    timings = bench_step.measure_steps(model, options.rows, options.slots, options.context, options.repeat)
+    about |= {"slots": options.slots, "context": options.context, "ceiling": ceiling}
+    return about, bench_step.step_results(model, timings, options.slots, ceiling)
+
+
+def _load(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[CausalModel, dict[str, Any]]:
+    """The model under the kernels asked for, and what a reader of the figures must know."""
+    model = load_model(checkpoint.folder, dtype=options.dtype, device=options.device)
+    kernels = accelerate(model) if options.kernels == "auto" else "stock kernels"
+    return model, {
         "machine": machine(),
         "versions": versions(),
         "model": options.model,
@@ -119,16 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": str(model.device),
         "threads": options.threads,
         "kernels": kernels,
-        "prompts": len(requests),
-        "new_tokens": options.new,
-        "decoder": dict(options.decoder),
-        "temperature": options.temperature,
         "repeat": options.repeat,
-        "ceiling": ceiling,
     }
-    _print_table(about, results)
-    print(json.dumps({**about, "results": results}))
-    return 0
 
 
 def make_sides(options: argparse.Namespace) -> list[Side]:
@@ -260,8 +281,11 @@ def measure_ceiling(model: CausalModel) -> dict[str, float]:
     weight_bytes = model.num_parameters * model.dtype.itemsize
     buffer = torch.zeros(64 << 20, dtype=torch.float32, device=model.device)
     square = torch.ones(1024, 1024, dtype=model.dtype, device=model.device)
+    dense = nn.Sequential(nn.Linear(1024, 1024, bias=False, dtype=model.dtype, device=model.device))
+    if packed.unavailable(model.device, model.dtype) is None:
+        packed.pack_linears(dense)  # on CPUs that the product's library does not know, several times as fast
     read_s = _best(lambda: buffer.sum())
-    product_s = _best(lambda: square @ square)
+    product_s = min(_best(lambda: square @ square), _best(lambda: dense(square), times=21))
     gb_per_s = buffer.nbytes / read_s / 1e9
     gflop_per_s = 2 * 1024**3 / product_s / 1e9
     floor_s = weight_bytes / (gb_per_s * 1e9)
@@ -324,8 +348,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m jobs.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    decode = commands.add_parser("decode", help="plain decoding and ESP on the same prompts and engine")
-    decode.add_argument("--model", required=True, help="hub id, folder, .gguf file or package:NAME/FILE")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", required=True, help="hub id, folder, .gguf file or package:NAME/FILE")
+    common.add_argument("--threads", type=int, default=2)
+    common.add_argument("--dtype", default="auto")
+    common.add_argument("--device", default="auto")
+    common.add_argument("--kernels", choices=("auto", "stock"), default="auto")
+    step = commands.add_parser("step", parents=[common], help="a decode step beside what the hardware allows")
+    step.set_defaults(run=_step, print=bench_step.print_steps)
+    step.add_argument("--rows", type=_numbers, default=[1, 8, 16, 30], metavar="1,8,16,30", help="rows a sequence")
+    step.add_argument("--slots", type=_positive, default=1, help="sequences in a step")
+    step.add_argument("--context", type=_positive, default=256, help="tokens in the cache of each")
+    step.add_argument("--repeat", type=_positive, default=25, help="steps of each, in turn; figures are medians")
+    decode = commands.add_parser(
+        "decode", parents=[common], help="plain decoding and ESP on the same prompts and engine"
+    )
+    decode.set_defaults(run=_decode, print=_print_table)
     decode.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`")
     decode.add_argument("--methods", type=_methods, default=list(METHODS), metavar="ar,esp")
     decode.add_argument(
@@ -363,10 +401,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--max-chars", type=int, default=LONGEST_PROMPT_CHARS, help="leave longer prompts out")
     decode.add_argument("--temperature", type=float, default=0.0)
     decode.add_argument("--repeat", type=int, default=3)
-    decode.add_argument("--threads", type=int, default=2)
-    decode.add_argument("--dtype", default="auto")
-    decode.add_argument("--device", default="auto")
-    decode.add_argument("--kernels", choices=("auto", "stock"), default="auto")
     return parser.parse_args(arguments)
 
 
@@ -391,6 +425,11 @@ def _switches(text: str) -> list[bool]:
     if not set(values) <= {"on", "off"}:
         raise argparse.ArgumentTypeError(f"{text}: expected on, off or on,off")
     return [value == "on" for value in values]
+
+
+def _positive(text: str) -> int:
+    (number,) = _numbers(text)
+    return number
 
 
 def _numbers(text: str) -> list[int]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from esp_worker.accel import packed
+from esp_worker.accel import norms, packed
 from esp_worker.model import CausalModel
 
 
@@ -16,4 +16,5 @@ def accelerate(model: CausalModel) -> str:
     reason = packed.unavailable(model.device, model.dtype)
     if reason is not None:
         return f"stock kernels ({reason})"
-    return f"{packed.pack_linears(model.module)} linear layers packed for oneDNN"
+    linears, fused = packed.pack_linears(model.module), norms.fuse_norms(model.module)
+    return f"{linears} linear layers packed for oneDNN, {fused} norms fused"

@@ -99,6 +99,27 @@ def check(model: CausalModel, request: Request, done: Completion, steps: list[li
     return compared
 
 
+@pytest.mark.parametrize(("limit", "most"), [(20, [20]), (19, [10, 1])])
+def test_small_blocks_pass_lm_head_once(limit: int, most: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider one a second time, for the probe of the deepest accepted node alone."""
+    model = tiny_model("llama")
+    passed: list[int] = []
+    logits = CausalModel.logits
+
+    def counted(self: CausalModel, hidden: torch.Tensor) -> torch.Tensor:
+        passed.append(len(hidden))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(CausalModel, "logits", counted)
+    monkeypatch.setattr("esp_worker.engine.ONE_PASS_ROWS", limit)
+    engine = Engine(model, [ProbeDrafter(model.embed, masks=1, block_complexity=20)], slots=1)
+    engine.submit(mixed_requests()[0])
+    engine.step()  # prefill, and the first block
+    passed.clear()
+    engine.step()
+    assert passed == most
+
+
 # ------------------------------------------------------------------------------------------------------- every setting
 
 SETTINGS = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import FAMILIES, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from esp_worker.accel import accelerate, packed
+from esp_worker.accel import accelerate, norms, packed
 from esp_worker.model import CausalModel
 
 needs_packing = pytest.mark.skipif(
@@ -30,16 +32,101 @@ def test_packed_equals_linear(shape: tuple[int, ...], bias: bool) -> None:
 
 
 @needs_packing
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_keeps_its_logits(family: str) -> None:
     torch.manual_seed(0)
     model = CausalModel(AutoModelForCausalLM.from_config(tiny_config(family)))
+    for name, parameter in model.module.named_parameters():
+        if name.endswith("bias"):  # they start as zeros
+            parameter.data.normal_()
     ids = torch.arange(3, 12)[None]
+    linears = [m for m in model.module.modules() if type(m) is nn.Linear]
+    weights = [weakref.ref(linear.weight) for linear in linears if linear is not model.module.get_output_embeddings()]
     with torch.inference_mode(), model.stock() as hf:
         before = hf(input_ids=ids).logits
-        assert "linear layers packed" in accelerate(model)
-        assert not [m for m in model.module.modules() if type(m) is nn.Linear]
-        torch.testing.assert_close(hf(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+        assert accelerate(model).startswith(f"{len(linears)} linear layers packed")
+        del linears
+        assert not [m for m in hf.modules() if type(m) is nn.Linear]
+        assert not [ref for ref in weights if ref() is not None], "a weight exists once, packed"
+        torch.testing.assert_close(hf(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("family", "products"),
+    # A layer: q+k+v, o, gate+up, down. Phi 3 stores its siblings joined, so it has as many.
+    [("llama", 4), ("qwen2", 4), ("qwen3", 4), ("gemma3", 4), ("phi3", 4), ("starcoder2", 4)],
+)
+def test_siblings_are_one_product(family: str, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalModel(AutoModelForCausalLM.from_config(tiny_config(family)))
+    accelerate(model)
+    calls: list[int] = []
+    linear = packed._linear
+    monkeypatch.setattr(packed, "_linear", lambda *given: calls.append(1) or linear(*given))
+    with torch.inference_mode(), model.stock() as hf:
+        hf(input_ids=torch.arange(3, 12)[None])
+    assert len(calls) == products * model.config.num_hidden_layers + 1  # lm_head
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    # In a layer 2, 4 with those of queries and keys, 6 with both sides; 1 at the end. GPT-2 and Cohere have others.
+    [("llama", 7), ("qwen3", 13), ("gemma", 7), ("gemma3", 19), ("olmo2", 13), ("gpt2", 0), ("cohere", 0)],
+)
+def test_rms_norms_are_fused(family: str, count: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).requires_grad_(False)
+    before = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")}
+    for norm in before.values():
+        norm.weight.uniform_(-0.5, 1.5)
+    assert norms.fuse_norms(model) == count
+    fused = {name: module for name, module in model.named_modules() if type(module) is nn.RMSNorm}
+    assert fused.keys() == before.keys()
+    for name, norm in fused.items():
+        x = torch.randn(2, 5, *norm.normalized_shape)
+        torch.testing.assert_close(norm(x), before[name](x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_of_another_kind_stays() -> None:
+    class CubeRMSNorm(nn.Module):
+        eps = 1e-6
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-1 / 3)
+
+    model = nn.Sequential(CubeRMSNorm())
+    assert norms.fuse_norms(model) == 0
+    assert type(model[0]) is CubeRMSNorm
+
+
+@needs_packing
+@pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (False, True, False)])
+def test_parts_equal_their_layers(biases: tuple[bool, ...]) -> None:
+    """In any order, called twice, on a tensor written over in place, and with inputs of their own."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, size, bias=bias) for size, bias in zip((64, 32, 16), biases, strict=True)]
+    shared = packed.SharedProduct(layers)
+    parts = [packed.LinearPart(shared, index) for index in range(3)]
+
+    def check(index: int, x: torch.Tensor) -> None:
+        torch.testing.assert_close(parts[index](x), layers[index](x), rtol=1e-5, atol=1e-5)
+
+    with torch.inference_mode():
+        x, y = torch.randn(2, 5, 48), torch.randn(1, 1, 48)
+        for index in (0, 1, 2, 2, 1, 0, 0):
+            check(index, x)
+        for index, rows in ((0, x), (1, y), (2, x), (1, x), (0, y), (0, y)):
+            check(index, rows)
+        check(0, x)
+        check(1, x)
+        check(2, x)
+        x.neg_()
+        for index in (2, 0, 1):
+            check(index, x)
 
 
 @pytest.mark.parametrize(
