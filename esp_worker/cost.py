@@ -6,6 +6,7 @@ Whoever can run the model measures (calibrate.py); this file only interpolates, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -48,10 +49,10 @@ class StepCost:
     """Seconds of a step. sequences, rows, contexts: the grid's axes, ascending; seconds: what was measured at
     [sequence, row, context].
 
-    Smoothed, so that noise makes no larger step cheaper: isotonic in rows, then never falling in sequences and contexts.
-    Exact at the grid's (smoothed) points, linear between them in each axis, hence in total rows and in context tokens;
-    behind the last point linear with the steepest last slope of that axis, before the first one constant. Raises
-    ValueError for axes and figures that make no grid.
+    Smoothed, so that noise makes no larger step cheaper: isotonic in rows, then never falling in sequences and
+    contexts. Exact at the grid's (smoothed) points, linear between them in each axis, hence in total rows and in
+    context tokens; behind the last point linear with the steepest last slope of that axis, before the first one
+    constant. Raises ValueError for axes and figures that make no grid.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepCost:
         self.key = key
         self.measured = np.asarray(seconds, np.float64)
         axes = (self.sequences, self.rows, self.contexts)
-        if not all(axis and axis[0] > 0 and all(a < b for a, b in zip(axis, axis[1:], strict=False)) for axis in axes):
+        if not all(axis and axis[0] > 0 and all(a < b for a, b in itertools.pairwise(axis)) for axis in axes):
             raise ValueError("each axis of a step-cost table must hold positive numbers, ascending")
         if self.measured.shape != tuple(map(len, axes)) or not (self.measured > 0).all():
             raise ValueError(f"a step-cost table needs a positive time at each of its {self.measured.size} points")
