@@ -82,7 +82,7 @@ class StepCost:
             axes[axis], seconds = _continued(points, seconds, axis)
         return axes, seconds
 
-    def seconds(self, sequences: int, rows: Sequence[int], context: float) -> np.ndarray:
+    def seconds(self, sequences: int, rows: Sequence[int] | np.ndarray, context: float) -> np.ndarray:
         """[W] seconds of steps of `sequences` sequences with `rows` [W] rows each, behind `context` tokens each."""
         (at_sequences, at_rows, at_contexts), grid = self._grid
         plane = _between(at_sequences, grid, sequences)
@@ -145,5 +145,5 @@ def _continued(points: np.ndarray, seconds: np.ndarray, axis: int) -> tuple[np.n
 def _between(points: np.ndarray, values: np.ndarray, at: float) -> np.ndarray:
     """`values` [points, ..] at `at` on their first axis: linear between points, the first one's before it."""
     high = int(np.clip(np.searchsorted(points, at), 1, len(points) - 1))
-    share = float(np.clip((at - points[high - 1]) / (points[high] - points[high - 1]), 0, 1))
+    share = max((at - points[high - 1]) / (points[high] - points[high - 1]), 0.0)
     return (1 - share) * values[high - 1] + share * values[high]

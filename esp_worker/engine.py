@@ -390,19 +390,19 @@ class Engine:
     def _decode(self) -> None:
         began = time.perf_counter()
         running = self._table.running
-        drafts = [sequence.drafter.draft(sequence.state, sequence.output[-1], sequence.room) for sequence in running]
-        if drafts:
-            rows = max(draft.shape.rows for draft in drafts)
-            self._make_columns(max(sequence.length for sequence in running) + rows)
-            drafts = drafts[: len(running)]
-        if not drafts:
+        if not running:
             return
+        drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
+        rows = max(draft.shape.rows for draft in drafts)
+        self._make_columns(max(sequence.length for sequence in running) + rows)
+        drafts = drafts[: len(running)]
         hidden = self._forward(drafts)
         verdicts = self._verify(drafts, hidden)
         self._commit(drafts, verdicts, hidden)
-        seconds = (time.perf_counter() - began) / len(running)
+        seconds = time.perf_counter() - began
+        self._lane.drafter.spent(seconds, sum(len(verdict.tokens) for verdict in verdicts))
         for sequence in running:
-            sequence.stats.engine_s += seconds
+            sequence.stats.engine_s += seconds / len(running)
             sequence.stats.batch_sum += len(running)
         self._release()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from esp_worker.drafters.base import Drafter, Room
+from esp_worker.drafters.base import Drafter, Room, Turn
 from esp_worker.stopping import Ending, commit_until_end
 from esp_worker.types import Completion, DecodeStats, Request, TokenLogprobs
 
@@ -43,6 +43,11 @@ class ActiveSequence:
         """What its next block may use."""
         return Room(self.limit - len(self.output))
 
+    @property
+    def turn(self) -> Turn:
+        """What its drafter sees in front of a step."""
+        return Turn(self.state, self.output[-1], self.room, self.length)
+
     def commit(self, tokens: Sequence[int]) -> int:
         """Append a run of tokens up to where the sequence ends; how many more the output has now.
 
@@ -63,6 +68,7 @@ class ActiveSequence:
                 lengths[call] = 0
         lengths[0] = max(lengths[0], 0)  # and into the first token, which is prefill's
         self.stats.decode_calls += 1
+        self.stats.plain_steps += not drafted
         self.stats.drafted_tokens += drafted
         self.stats.accepted_tokens += max(min(kept, len(tokens) - 1), 0)
         return kept

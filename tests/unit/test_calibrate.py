@@ -70,13 +70,13 @@ def test_a_kept_table_is_used_and_none_is_measured_short(caplog: pytest.LogCaptu
 
 
 def test_the_command(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--slots", "2,1", "--rows", "1,4", "--context", "16", "--repeat", "2", "--threads", "1"]
+    sizes = ["--slots", "2,1", "--rows", "33,1", "--context", "16", "--repeat", "2", "--threads", "1"]
     assert main(["--model", str(tiny_checkpoint), *sizes]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     document = json.loads(last)
     cost = StepCost.load(Path(document["file"]))
-    assert (cost.sequences, cost.rows, cost.contexts) == ((1, 2), (1, 4), (16,))
-    assert [(step["slots"], step["rows"]) for step in document["steps"]] == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert (cost.sequences, cost.rows, cost.contexts) == ((1, 2), (1, 33), (16,))
+    assert [(step["slots"], step["rows"]) for step in document["steps"]] == [(1, 1), (1, 33), (2, 1), (2, 33)]
     for step in document["steps"]:
         assert (step["c"] == 1) if step["rows"] == 1 else (step["c"] >= 1)
         assert step["ms"] > 0
