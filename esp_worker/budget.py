@@ -68,7 +68,7 @@ class Acceptance:
 
     _PRIOR_SCALE, _PRIOR_MASS, _CELL_MASS = 0.7, 4.0, 0.5  # scale of p; evidence, in probability mass, that it is worth
 
-    def __init__(self, masks: int, memory: float = 2000.0) -> None:
+    def __init__(self, masks: int, memory: float = 1000.0) -> None:
         self._hits = np.zeros((masks, _RANKS, _BINS))
         self._mass = np.zeros((masks, _RANKS, _BINS))
         self._keep = 1 - 1 / memory
@@ -157,10 +157,10 @@ class AutoBudget:
     """
 
     SWITCH_ON, SWITCH_OFF = 1.03, 1.0  # predicted gain over plain decoding
-    EXPLORE = 0.02  # share of all time that exploring, and drafting that did not pay, may cost
+    EXPLORE = 0.01  # share of all time that exploring, and drafting that did not pay, may cost
     GRACE = 8.0  # plain steps that drafting may lose in any case: a row of rejected drafts is no proof
     PLAIN_FIRST, CONTEXTS_FIRST = 5, 4  # measured plain steps, and judged proposals, before the first switch
-    FIRST_WAIT, LONGEST_WAIT = 2, 1024  # plain steps between explorations
+    FIRST_WAIT, LONGEST_WAIT = 2, 64  # plain steps between explorations
     FIRST_BAR = 256  # plain steps before drafting is tried again after it was stopped
     _RATE, _SETTLING = 0.1, 20
 
@@ -228,7 +228,8 @@ class AutoBudget:
         elif self.drafting:
             self._pace *= error
         if not self.drafting:
-            self.lost += seconds * (1 - chosen.plain / chosen.seconds)
+            if chosen.rows > 1:
+                self.lost = max(self.lost + seconds - chosen.plain, 0.0)
             return
         self._loss = max(self._loss + seconds - tokens * chosen.plain / chosen.batch, 0.0)
         if self._loss > max(self.EXPLORE * self.elapsed - self.lost, self.GRACE * chosen.plain):
