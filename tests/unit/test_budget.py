@@ -249,3 +249,44 @@ def test_off_is_the_roots_alone(batch: int) -> None:
     assert budget.choose([TokenTree()] * batch, 10) == [PLAIN] * batch
     assert budget._chosen is not None
     assert budget._chosen.rows == 1
+
+
+class Slower(Linear):
+    """Twice the table's times, and 1.3 times that for steps of more rows than one."""
+
+    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
+        return 2 * super().seconds(sequences, rows, context) * np.where(np.asarray(rows) > 1, 1.3, 1)
+
+
+def test_predictions_follow_what_steps_take() -> None:
+    job = Job(AutoBudget(FREE, 1, ROWS), says=0.7, right=0.7, real=Slower(1.0, 0.001))
+    job.run(30, batch=1, first_levels=False)
+    assert job.budget._chosen is not None
+    job.run(200, batch=1)
+    chosen = job.budget._chosen
+    assert job.budget.drafting
+    assert chosen.rows > 1
+    assert chosen.seconds == pytest.approx(2.6, rel=0.05)
+    assert 1.9 < chosen.plain < 2.4, "drafting's own part was told apart, as far as its first steps could"
+
+
+class Gullible(AutoBudget):
+    """Learns nothing: its prediction stays what it was, and only what is lost can stop it."""
+
+    SWITCH_OFF, EXPLORE, _RATE = -1.0, 0.1, 0.0
+
+    def learn(self, levels: Any, committed: Any) -> None:
+        self.acceptance.contexts += 1
+
+
+def test_drafting_that_loses_is_stopped_each_time_for_longer() -> None:
+    budget = Gullible(FREE, 1, ROWS)
+    job = Job(budget, says=0.9, right=0.0, real=Linear(0.1, 1.0))
+    job.run(1500, batch=1)
+    spells = [(drafting, len(list(steps))) for drafting, steps in itertools.groupby(job.drafting)]
+    on = [length for drafting, length in spells if drafting]
+    off = [length for drafting, length in spells if not drafting]
+    assert len(on) >= 3
+    assert on[0] < 40, "a grace of eight plain steps"
+    assert Gullible.FIRST_BAR <= off[1] < 1.2 * Gullible.FIRST_BAR
+    assert off[2] >= 2 * Gullible.FIRST_BAR
