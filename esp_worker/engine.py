@@ -403,11 +403,12 @@ class Engine:
     def _decode(self) -> None:
         began = time.perf_counter()
         running = self._table.running
-        drafts = [sequence.drafter.draft(sequence.state, sequence.output[-1], sequence.room) for sequence in running]
-        if drafts:
-            rows = max(draft.shape.rows for draft in drafts)
-            self._make_columns(max(sequence.length for sequence in running) + rows)
-            drafts = drafts[: len(running)]
+        if not running:
+            return
+        drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
+        rows = max(draft.shape.rows for draft in drafts)
+        self._make_columns(max(sequence.length for sequence in running) + rows)
+        drafts = drafts[: len(running)]
         if not drafts:
             return
         try:
@@ -417,9 +418,10 @@ class Engine:
             self._commit(drafts, verdicts, logprobs)
             self._observe(drafts, verdicts, hidden, logits)
         finally:
-            seconds = (time.perf_counter() - began) / len(running)
+            seconds = time.perf_counter() - began
             for sequence in running:
-                sequence.stats.engine_s += seconds
+                sequence.stats.engine_s += seconds / len(running)
+        self._lane.drafter.spent(seconds, sum(len(verdict.tokens) for verdict in verdicts))
         self._release()
 
     def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
@@ -479,6 +481,7 @@ class Engine:
         for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=True)):
             length = sequence.length
             sequence.commit_run(verdict.tokens, logprobs[slot])
+            sequence.stats.plain_steps += not len(draft.tree)
             sequence.stats.drafted_tokens += len(draft.tree)
             sequence.stats.rows_computed += draft.shape.rows
             sequence.stats.batch_sum += len(running)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from esp_worker.drafters.base import Drafter, Room
+from esp_worker.drafters.base import Drafter, Room, Turn
 from esp_worker.stopping import Ending, commit_until_end
 from esp_worker.types import Completion, DecodeStats, Request, TokenLogprobs
 
@@ -44,6 +44,11 @@ class ActiveSequence:
     def room(self) -> Room:
         """What its next block may use."""
         return Room(self.limit - len(self.output))
+
+    @property
+    def turn(self) -> Turn:
+        """What its drafter sees in front of a step."""
+        return Turn(self.state, self.output[-1], self.room, self.length)
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Append a run of tokens up to where the sequence ends; how many more the output has now.

@@ -275,6 +275,19 @@ def best_first_tree(
     return _to_tree(grown, range(len(grown)))
 
 
+def most_probable(tree: TokenTree, count: int) -> TokenTree:
+    """The `count` nodes of highest P, which no ancestor of one of them lacks (ties go to the earlier row)."""
+    if count >= len(tree):
+        return tree
+    kept = sorted(sorted(range(len(tree)), key=lambda i: -tree.probs[i])[:count])
+    row = {ROOT: ROOT} | {node + 1: position + 1 for position, node in enumerate(kept)}
+    return TokenTree(
+        tuple(tree.tokens[i] for i in kept),
+        tuple(row[tree.parents[i]] for i in kept),
+        tuple(tree.probs[i] for i in kept),
+    )
+
+
 def ending_probs(tree: TokenTree) -> list[float]:
     """By row, P that it is the deepest accepted one: P(row) less what its drafted children take of it."""
     ending = [1.0, *tree.probs]

@@ -137,7 +137,7 @@ class DecodeStats:
     accept_lengths has one entry a decode call: the tokens of the output that it gave, bonus included, after any cut, so
     that output tokens = 1 + sum(accept_lengths) (the first token is prefill's; an empty output has none). Where a stop
     string is cut off, the calls that gave its tokens count as less, down to 0. accepted_tokens are the drafted tokens
-    that were committed, whatever is cut later.
+    that were committed, whatever is cut later. plain_steps are the decode calls that drafted nothing.
 
     prefill_tokens: prompt tokens that were computed; cached_tokens: those whose KV another row had left (their sum is
     the prompt's length, more where a row was preempted and its context computed again). rows_computed counts decode
@@ -149,6 +149,7 @@ class DecodeStats:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_calls: int = 0
+    plain_steps: int = 0
     rows_computed: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,14 +29,16 @@ from rich.table import Table
 from torch import nn
 
 from esp_worker.accel import accelerate, packed
+from esp_worker.calibrate import cost_key, step_cost
 from esp_worker.checkpoint import Checkpoint, ModelError, resolve
+from esp_worker.cost import StepCost
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.types import Completion, Request, SamplingParams
 from jobs import bench_step
 from jobs.runtime import machine, versions
 from pipeline.actor import make_drafters
-from pipeline.config import DecoderConfig, parse_decoder
+from pipeline.config import AUTO, DecoderConfig, parse_decoder
 from pipeline.errors import ConfigError
 from pipeline.prepare import load_tokenizer
 
@@ -57,7 +60,7 @@ class Side:
     varied: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def bc(self) -> int | None:
+    def bc(self) -> int | str | None:
         """Block complexity; plain decoding has none."""
         return self.config.block_complexity if self.config.method == "esp" else None
 
@@ -71,12 +74,13 @@ class Side:
 
 @dataclass
 class Timing:
-    """What the repeats of one side gave; counts are of one repeat (they do not vary)."""
+    """What the repeats of one side gave; counts are of the last one (they vary with block complexity auto alone)."""
 
     seconds: list[float] = field(default_factory=list)
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     decode_calls: int = 0
     rows: int = 0
+    plain_steps: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
 
@@ -85,6 +89,7 @@ class Timing:
         self.outputs = {completion.request_id: completion.token_ids for completion in done}
         self.decode_calls = sum(completion.stats.decode_calls for completion in done)
         self.rows = sum(completion.stats.rows_computed for completion in done)
+        self.plain_steps = sum(completion.stats.plain_steps for completion in done)
         self.prefill_tokens = sum(completion.stats.prefill_tokens for completion in done)
         self.cached_tokens = sum(completion.stats.cached_tokens for completion in done)
 
@@ -122,10 +127,13 @@ def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
         "temperature": options.temperature,
         "ceiling": measure_ceiling(model),
     }
-    timings = run_sides(model, sides, requests, options.repeat)
+    key = cost_key(model, checkpoint.identity, about["kernels"])
+    cost = lru_cache(maxsize=1)(lambda: step_cost(model, key, max(options.slots), model.context_length))
+    timings = run_sides(model, sides, requests, options.repeat, cost)
     paired = list(zip(sides, timings, strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
-    return about, [_result(side, timing, plain.get((side.slots, side.prefix_reuse))) for side, timing in paired]
+    truth = next((timing.outputs for side, timing in paired if side.config.method == "ar"), None)
+    return about, [_result(side, timing, plain.get((side.slots, side.prefix_reuse)), truth) for side, timing in paired]
 
 
 def _step(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -175,7 +183,7 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
     ]
 
 
-def _esp_config(texts: Iterable[tuple[str, str]], bc: int | None) -> DecoderConfig:
+def _esp_config(texts: Iterable[tuple[str, str]], bc: int | str | None) -> DecoderConfig:
     settings: dict[str, Any] = {"block_complexity": bc}
     for key, text in texts:
         settings |= _setting(key, text)
@@ -194,10 +202,16 @@ def _setting(key: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"decoder.{key}: {text} is not valid YAML: {error}") from error
 
 
-def run_sides(model: CausalModel, sides: Sequence[Side], requests: Sequence[Request], repeat: int) -> list[Timing]:
+def run_sides(
+    model: CausalModel,
+    sides: Sequence[Side],
+    requests: Sequence[Request],
+    repeat: int,
+    cost: Callable[[], StepCost] | None = None,
+) -> list[Timing]:
     """Every side once per repeat, in turn; a short run of each first, which is not counted."""
     engines = [
-        Engine(model, make_drafters(side.config, model), slots=side.slots, prefix_reuse=side.prefix_reuse)
+        Engine(model, make_drafters(side.config, model, cost), slots=side.slots, prefix_reuse=side.prefix_reuse)
         for side in sides
     ]
     for engine in engines:
@@ -213,9 +227,12 @@ def run_sides(model: CausalModel, sides: Sequence[Side], requests: Sequence[Requ
     return timings
 
 
-def _result(side: Side, timing: Timing, plain: Timing | None) -> dict[str, Any]:
-    """One entry of `results`; speed-up and exact match are against plain decoding with the same slots."""
-    same = None if plain is None else [plain.outputs[name] == tokens for name, tokens in timing.outputs.items()]
+def _result(
+    side: Side, timing: Timing, plain: Timing | None, truth: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, Any]:
+    """One entry of `results`. Speed-up: against plain decoding with the same slots; exact match: against `truth`, the
+    outputs of the first plain side, whatever its slots."""
+    same = None if truth is None else [truth[name] == tokens for name, tokens in timing.outputs.items()]
     after_first = timing.tokens - len(timing.outputs)
     return {
         "method": side.config.method,
@@ -229,6 +246,7 @@ def _result(side: Side, timing: Timing, plain: Timing | None) -> dict[str, Any]:
         "tokens_per_s": round(timing.tokens_per_s, 2),
         "tau": round(after_first / timing.decode_calls, 4) if timing.decode_calls else None,
         "rows_per_call": round(timing.rows / timing.decode_calls, 2) if timing.decode_calls else None,
+        "plain_call_share": round(timing.plain_steps / timing.decode_calls, 3) if timing.decode_calls else None,
         "decode_calls": timing.decode_calls,
         "prefill_tokens": timing.prefill_tokens,
         "cached_tokens": timing.cached_tokens,
@@ -329,6 +347,7 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
         "vs ar": "speedup_vs_ar",
         "tau": "tau",
         "rows/call": "rows_per_call",
+        "plain calls": "plain_call_share",
         "decode calls": "decode_calls",
         "prefill": "prefill_tokens",
         "cached": "cached_tokens",
@@ -367,7 +386,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`")
     decode.add_argument("--methods", type=_methods, default=list(METHODS), metavar="ar,esp")
     decode.add_argument(
-        "--bc", type=_numbers, default=[None], metavar="10,30,60", help="block complexities of esp (default: the job's)"
+        "--bc",
+        type=_complexities,
+        default=[None],
+        metavar="auto,10,30",
+        help="block complexities of esp (default: the job's)",
     )
     decode.add_argument(
         "--decoder",
@@ -430,6 +453,10 @@ def _switches(text: str) -> list[bool]:
 def _positive(text: str) -> int:
     (number,) = _numbers(text)
     return number
+
+
+def _complexities(text: str) -> list[int | str]:
+    return [part if part == AUTO else _numbers(part)[0] for part in text.split(",")]
 
 
 def _numbers(text: str) -> list[int]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +16,7 @@ from ray.data import DataContext
 from rich.console import Console
 from rich.logging import RichHandler
 
+from esp_worker.calibrate import cpu_name
 from pipeline.errors import ConfigError
 
 # Logical CPUs beyond the cores in a Ray that a command starts itself: actors may then use every core for their
@@ -76,20 +76,12 @@ def quiet_ray_data() -> None:
 
 def machine() -> dict[str, Any]:
     """The driver's machine, for run.json and benchmarks."""
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpu": _gpu_name(), "platform": platform.platform()}
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "gpu": _gpu_name(), "platform": platform.platform()}
 
 
 def versions() -> dict[str, str]:
     names = ("espstream", "ray", "torch", "transformers", "pyarrow")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _gpu_name() -> str | None:

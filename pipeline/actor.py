@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any
@@ -23,8 +23,12 @@ import torch
 import xxhash
 
 from esp_worker.accel import accelerate
+from esp_worker.budget import MAX_ROWS, AutoBudget
+from esp_worker.calibrate import cost_key, step_cost
 from esp_worker.checkpoint import resolve
+from esp_worker.cost import StepCost
 from esp_worker.drafters.base import Drafter
+from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
@@ -70,11 +74,12 @@ class DecodeActor:
         self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
         model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
         kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
+        key = cost_key(model, checkpoint.identity, kernels)
         self._method = config.decoder.method
         engine = config.engine
         self._engine = Engine(
             model,
-            make_drafters(config.decoder, model),
+            make_drafters(config.decoder, model, lambda: step_cost(model, key, engine.slots, plan.max_length)),
             slots=engine.slots,
             max_length=plan.max_length,
             prefill_tokens=engine.prefill_tokens,
@@ -175,6 +180,7 @@ class DecodeActor:
             **logprob_columns(completion.logprobs),
             "output_tokens": len(completion.token_ids),
             "decode_calls": stats.decode_calls,
+            "plain_steps": stats.plain_steps,
             "prefill_calls": stats.prefill_calls,
             "prefill_tokens": stats.prefill_tokens,
             "cached_tokens": stats.cached_tokens,
@@ -285,15 +291,22 @@ def worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}"
 
 
-def make_drafters(config: DecoderConfig, model: CausalModel) -> list[Drafter]:
-    """The engine's lanes: the configured method first, plain decoding beside it."""
+def make_drafters(
+    config: DecoderConfig, model: CausalModel, step_cost: Callable[[], StepCost] | None = None
+) -> list[Drafter]:
+    """The engine's lanes: the configured method first, plain decoding beside it.
+
+    step_cost: what steps cost here, asked for where block_complexity is auto.
+    """
     if config.method == NoDrafter.name:
         return [NoDrafter()]
-    assert config.block_complexity is not None
+    rows = config.block_complexity
+    assert rows is not None
+    widest = (config.masks + 1) * MAX_ROWS  # leaves a node for every row but the root: the budget deals out the probes
     probe = ProbeDrafter(
         model.embed,
         masks=config.masks,
-        block_complexity=config.block_complexity,
+        block_complexity=widest if rows == "auto" else rows,
         tree=config.tree,
         branches=config.branches,
         probe_owners=config.owner_count,
@@ -304,4 +317,7 @@ def make_drafters(config: DecoderConfig, model: CausalModel) -> list[Drafter]:
         impl=config.impl,
         table=model.embedding_moments,
     )
-    return [probe, NoDrafter()]
+    if rows != "auto":
+        return [probe, NoDrafter()]
+    assert step_cost is not None, "auto needs the costs of steps"
+    return [BudgetedDrafter(probe, AutoBudget(step_cost(), config.masks)), NoDrafter()]

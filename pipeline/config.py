@@ -110,17 +110,27 @@ def _is_owner_count(value: object) -> bool:
     return value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
+def _row_budget(value: object) -> object:
+    if value is None or value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 2):
+        return value
+    raise ValueError(f"give auto, or the rows of a decode call, at least 2 (got {value!r})")
+
+
+AUTO = "auto"
+
+
 class DecoderConfig(Section):
     """The method. See the README's table of settings; the terms are the paper's.
 
     block_complexity is the rows of a decode call. With probe_owners: all a block of n nodes has (masks+1)(1+n), with N
     owners 1 + n + masks * min(N, 1+n). A static tree has the rows of its branches; fewer owners only drop probes from
-    it. The other kinds have the nodes that block_complexity leaves.
+    it. The other kinds have the nodes that block_complexity leaves. auto chooses rows and owners step by step, from
+    what steps cost on this machine and from what is accepted, down to plain decoding's one row.
     """
 
     method: Literal["esp", "ar"] = "esp"
     masks: int = Field(1, ge=1, le=8)
-    block_complexity: int | None = Field(None, ge=2)
+    block_complexity: Annotated[Literal["auto"] | int | None, BeforeValidator(_row_budget)] = None
     tree: Literal["dynamic", "static", "best_first"] = "dynamic"
     branches: list[Annotated[int, Field(ge=1)]] | None = None
     probe_owners: Annotated[Literal["all"] | int, BeforeValidator(_owner_count)] = "all"
@@ -150,6 +160,10 @@ class DecoderConfig(Section):
         if not _is_owner_count(owners):
             return data  # the field's own check says so
         rows = block_complexity(masks, sum(branches), None if owners == "all" else owners)
+        if given == AUTO:
+            raise ValueError(
+                "block_complexity: auto chooses the tree's size, and tree: static has one; take another tree"
+            )
         if given is not None and given != rows:
             formula = "(masks+1)(1+sum)" if owners == "all" else "1 + sum + masks * min(probe_owners, 1+sum)"
             raise ValueError(
@@ -163,6 +177,8 @@ class DecoderConfig(Section):
         idle = [name for name in ("probe_owners", "init_offset", "impl") if self._is_changed(name)]
         if self.method == "ar" and idle:
             raise ValueError(f"{', '.join(idle)}: method: ar drafts nothing; leave them out, or set method: esp")
+        if self.block_complexity == AUTO and self.probe_owners != "all":
+            raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
         if self.init != "offset" and self._is_changed("init_offset"):
             raise ValueError(f"init_offset belongs to init: offset; leave it out of init: {self.init}")
         return self
@@ -174,7 +190,7 @@ class DecoderConfig(Section):
     def _room_for_a_node(self) -> Self:
         """The budget holds a node at least, and no fewer rows than owners: rows set aside for more would lie idle."""
         assert self.block_complexity is not None
-        if self.method == "ar" or self.tree == "static":
+        if self.method == "ar" or self.tree == "static" or self.block_complexity == "auto":
             return self
         rows = max(self.owner_count or 2, 2)
         least = block_complexity(self.masks, rows - 1, self.owner_count)

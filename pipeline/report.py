@@ -54,7 +54,7 @@ OCCUPANCY_TOLERANCE = 1.2  # the sides' mean batches may differ by this factor b
 REPORT_COLUMNS = [
     *("row_id", "source_file", "row_index", "sample_index", "finish_reason", "error", "error_type"),
     *("prompt_tokens", "prefill_tokens", "cached_tokens", "output_tokens"),
-    *("decode_calls", "prefill_calls", "rows_computed", "accept_lengths"),
+    *("decode_calls", "plain_steps", "prefill_calls", "rows_computed", "accept_lengths"),
     *("drafted_tokens", "accepted_tokens", "method", "latency_s", "engine_s", "mean_batch"),
     *("finished_at", "worker", "worker_load_s", "worker_warmup_s"),
     *("ar_decode_calls", "ar_latency_s", "ar_finished_at", "ar_engine_s", "ar_mean_batch", "ar_output_tokens"),
@@ -143,6 +143,7 @@ def _method(done: pa.Table, record: Mapping[str, Any]) -> dict[str, Any]:
         "tau": tau,
         "call_reduction": 1 - 1 / tau if tau else None,
         "rows_per_call": ratio(total(rows, "rows_computed"), calls),
+        "plain_call_share": ratio(total(rows, "plain_steps"), calls),
         "drafted_tokens": drafted,
         "accepted_tokens": accepted,
         "draft_acceptance_rate": ratio(accepted, drafted),

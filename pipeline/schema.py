@@ -46,6 +46,7 @@ RESULT_FIELDS = [
     pa.field("prompt_tokens", pa.int32()),
     pa.field("output_tokens", pa.int32()),
     pa.field("decode_calls", pa.int32()),
+    pa.field("plain_steps", pa.int32()),  # decode calls that drafted nothing
     pa.field("prefill_calls", pa.int32()),
     pa.field("prefill_tokens", pa.int32()),  # prompt tokens computed
     pa.field("cached_tokens", pa.int32()),  # prompt tokens taken over from another row's KV

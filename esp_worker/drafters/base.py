@@ -28,6 +28,16 @@ class Room:
         return max(min(wanted, self.tokens - 2), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A running sequence, as a drafter sees it in front of a step. state: the drafter's own; length: context tokens."""
+
+    state: Any
+    root_token: int
+    room: Room
+    length: int
+
+
 class Drafter(Protocol):
     """A drafting method. It never decides tokens, only what is worth verifying."""
 
@@ -42,8 +52,8 @@ class Drafter(Protocol):
         """[k, H] the sequence's mask tokens."""
         ...
 
-    def draft(self, state: Any, root_token: int, room: Room) -> Draft:
-        """The tree and probes of the next block."""
+    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
+        """The trees and probes of the next step: one block for each of its sequences, at least one."""
         ...
 
     def observe(
@@ -55,6 +65,25 @@ class Drafter(Protocol):
         """Learn from a step: per sequence its committed tokens, in order, and the logits [<= k, V] of the probes of
         its deepest accepted node (no rows where it owned none)."""
         ...
+
+    def spent(self, seconds: float, tokens: int) -> None:
+        """The step of the last draft_all is over: how long it took, and how many tokens all its sequences committed."""
+        ...
+
+
+class EachByItself:
+    """The part of a Drafter that a method needs no more than once: it drafts for a sequence without regard to the
+    others, and whatever steps cost."""
+
+    def draft(self, state: Any, root_token: int, room: Room) -> Draft:
+        """The tree and probes of one sequence's next block."""
+        raise NotImplementedError
+
+    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
+        return [self.draft(turn.state, turn.root_token, turn.room) for turn in turns]
+
+    def spent(self, seconds: float, tokens: int) -> None:
+        return None
 
 
 def possible_owners(tree: TokenTree, masks: int, room: Room) -> tuple[int, ...]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from esp_worker.drafters.base import Room
+from esp_worker.drafters.base import EachByItself, Room
 from esp_worker.tree import ROOT_ONLY, Draft
 
 
-class NoDrafter:
+class NoDrafter(EachByItself):
     name = "ar"
     masks = 0
 

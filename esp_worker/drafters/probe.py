@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from esp_worker.drafters.base import Room, possible_owners
+from esp_worker.drafters.base import EachByItself, Room, possible_owners
 from esp_worker.tree import (
     PRUNE_RULES,
     SHAPE_MAKERS,
@@ -47,7 +47,7 @@ class ProbeState:
     levels: list[Candidates] = field(default_factory=list)
 
 
-class ProbeDrafter:
+class ProbeDrafter(EachByItself):
     """ESP. A static tree takes its `branches` [K1, K2, ..]; the other kinds fill `block_complexity` rows.
 
     probe_owners: how many of root and nodes own probes (None: all). impl: how a step comes by its block's geometry
@@ -100,12 +100,18 @@ class ProbeDrafter:
         return state.masks
 
     def draft(self, state: ProbeState, root_token: int, room: Room) -> Draft:
-        tree = self._grow(state.levels, root_token=root_token, max_depth=room.max_depth)
+        return self.block(self.grow(state.levels, root_token, room), room, self._probe_owners)
+
+    def grow(self, levels: Sequence[Candidates], root_token: int, room: Room) -> TokenTree:
+        """The whole tree that the settings make of these candidates."""
+        return self._grow(levels, root_token=root_token, max_depth=room.max_depth)
+
+    def block(self, tree: TokenTree, room: Room, owners: int | None) -> Draft:
+        """A tree with the probes of its `owners` most valuable rows (None: of all), as far as these have room."""
         masks = room.masks(self.masks)
-        owners = possible_owners(tree, masks, room)
-        if self._probe_owners is not None:
-            owners = most_valuable(tree, owners, self._probe_owners)
-        return Draft(tree, self._make_shape(tree.parents, owners, masks))
+        possible = possible_owners(tree, masks, room)
+        chosen = possible if owners is None else most_valuable(tree, possible, owners)
+        return Draft(tree, self._make_shape(tree.parents, chosen, masks if chosen else 0))
 
     def observe(
         self,

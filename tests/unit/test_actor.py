@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tiny import tiny_model
 
+from esp_worker.cost import CostKey, StepCost
+from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.types import Completion, DecodeStats, FinishReason, Request, SamplingParams, TokenLogprobs
 from pipeline import actor
@@ -99,6 +101,22 @@ def test_every_setting_reaches_the_drafter(settings: dict[str, Any], monkeypatch
     want["table"] = tiny_model("llama").embedding_moments
     assert made == [want]
     assert settings.items() <= config.model_dump().items()
+
+
+def test_auto_takes_the_costs_of_steps_and_a_fixed_tree_does_not() -> None:
+    model, asked = tiny_model("llama"), []
+
+    def step_cost() -> StepCost:
+        asked.append(True)
+        return StepCost([1], [1, 2], [8], [[[1.0], [2.0]]], CostKey("m", "float64", "a CPU", 1, "stock"))
+
+    fixed = actor.make_drafters(DecoderConfig(), model, step_cost)
+    assert not asked
+    auto = actor.make_drafters(DecoderConfig(block_complexity="auto", masks=2), model, step_cost)
+    assert asked == [True]
+    assert [drafter.name for drafter in auto] == [drafter.name for drafter in fixed] == ["esp", "ar"]
+    assert isinstance(auto[0], BudgetedDrafter)
+    assert auto[0].masks == 2
 
 
 def test_plain_decoding_has_one_lane() -> None:

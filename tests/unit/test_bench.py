@@ -87,7 +87,21 @@ def test_vary(
             assert (side["decoder"]["masks"], side["decoder"]["prune"]) == (2, "deep")
 
 
-def sides_of(*arguments: str) -> list[tuple[str, int | None, int, dict[str, str]]]:
+def test_auto_beside_a_fixed_tree(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESPSTREAM_CACHE", str(tmp_path))
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n', encoding="utf-8")
+    sizes = ["--slots", "2", "--new", "24", "--repeat", "1", "--threads", "1"]
+    assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(file), "--bc", "auto,10", *sizes]) == 0
+    plain, auto, fixed = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert (plain["plain_call_share"], auto["bc"], fixed["bc"]) == (1.0, "auto", 10)
+    assert auto["exact_match_rate"] == fixed["exact_match_rate"] == 1.0
+    assert fixed["plain_call_share"] < auto["plain_call_share"] <= 1, "auto begins with plain steps"
+
+
+def sides_of(*arguments: str) -> list[tuple[str, int | str | None, int, dict[str, str]]]:
     options = _parse(["decode", "--model", "m", "--prompts", "p", *arguments])
     return [(side.config.method, side.bc, side.slots, dict(side.varied)) for side in make_sides(options)]
 
@@ -102,6 +116,7 @@ def test_sides_are_a_product_and_plain_decoding_stands_once_for_each_number_of_s
         )
     ]
     assert sides_of("--methods", "esp") == [("esp", 30, 1, {})]
+    assert [bc for _, bc, _, _ in sides_of("--methods", "esp", "--bc", "auto,30")] == ["auto", 30]
     assert sides_of("--methods", "ar", "--bc", "10,30", "--vary", "masks=1,2") == [("ar", None, 1, {})]
 
 
@@ -137,7 +152,7 @@ def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.Cap
         (["--vary", "block_complexity=10,30"], "use --bc for block_complexity"),
         (["--decoder", "method=ar"], "use --methods for method"),
         (["--vary", "branches=7x2"], "use tree=7x2 (the widths of a static tree) for branches"),
-        (["--bc", "auto"], "expected whole numbers"),
+        (["--bc", "10,all"], "expected whole numbers"),
         (["--slots", "0"], "must be positive"),
     ],
 )

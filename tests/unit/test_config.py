@@ -124,6 +124,8 @@ def test_missing_sections_and_paths(section: str) -> None:
         ({"input": {"format": "csv"}}, "input.format", "'csv'"),
         ({"decoder": {"masks": 9}}, "decoder.masks", "9"),
         ({"decoder": {"block_complexity": "x"}}, "decoder.block_complexity", "'x'"),
+        ({"decoder": {"block_complexity": True}}, "decoder.block_complexity", "True"),
+        ({"decoder": {"block_complexity": 1}}, "decoder.block_complexity", "1"),
         ({"compare": {"fraction": 1.5}}, "compare.fraction", "1.5"),
         ({"decoder": [1]}, "decoder", "[1]"),
         ({"engine": 4}, "engine", "4"),
@@ -294,6 +296,14 @@ def test_block_complexity_of_a_static_tree_with_fewer_owners(
         ({"tree": "static"}, "tree: static needs branches"),
         ({"tree": "static", "branches": 14}, "tree: static needs branches"),
         ({"tree": "static", "branches": ["wide"]}, "tree: static needs branches"),
+        (
+            {"tree": "static", "branches": [7], "block_complexity": "auto"},
+            "block_complexity: auto chooses the tree's size, and tree: static has one; take another tree",
+        ),
+        (
+            {"block_complexity": "auto", "probe_owners": 3},
+            "probe_owners: block_complexity: auto chooses them; leave probe_owners out",
+        ),
         ({"branches": [14]}, "branches belong to tree: static; tree: dynamic takes block_complexity"),
         ({"branches": [14], "tree": "best_first"}, "branches belong to tree: static; tree: best_first takes"),
         ({"tree": "static", "branches": [7, 2]}, "branches [7, 2] has 2 widths for masks: 1; give one a mask"),
@@ -531,3 +541,8 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
 def test_a_bare_section_means_its_defaults(tmp_path: Path) -> None:
     text = "input: {path: a}\noutput: {path: o}\nmodel: {path: m}\nsampling:\n"
     assert load_config(write(tmp_path, text)).sampling.max_new_tokens == 256
+
+
+def test_block_complexity_auto() -> None:
+    decoder = config_of(decoder={"block_complexity": "auto", "masks": 3, "tree": "best_first"}).decoder
+    assert (decoder.block_complexity, decoder.owner_count) == ("auto", None)

@@ -38,6 +38,7 @@ def done_row(index: int, accept_lengths: list[int], **values: Any) -> dict[str, 
         "prompt_tokens": 10,
         "output_tokens": 1 + given,
         "decode_calls": calls,
+        "plain_steps": calls // 2,
         "prefill_calls": 1,
         "rows_computed": 10 * calls,
         "accept_lengths": accept_lengths,
@@ -140,6 +141,9 @@ def test_method_figures(two_rows: pa.Table) -> None:
     assert method["decode_calls_per_token"] == pytest.approx(6 / 10)
     assert method["call_reduction"] == pytest.approx(0.4)
     assert method["rows_per_call"] == 10
+    assert method["plain_call_share"] == pytest.approx(
+        sum(calls // 2 for calls in two_rows["decode_calls"].to_pylist()) / 6
+    )
     assert (method["drafted_tokens"], method["accepted_tokens"]) == (24, 4)
     assert method["draft_acceptance_rate"] == pytest.approx(4 / 24)
     assert method["tokens_per_s"] == pytest.approx(12 / 2.0)

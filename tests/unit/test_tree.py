@@ -25,6 +25,7 @@ from esp_worker.tree import (
     block_shape,
     dynamic_tree,
     ending_probs,
+    most_probable,
     row_depths,
     static_tree,
 )
@@ -271,3 +272,10 @@ def test_efficient_shapes_are_reused_and_naive_ones_are_not() -> None:
 def test_children_before_parents_are_refused() -> None:
     with pytest.raises(AssertionError, match="parents come before children"):
         TokenTree((1, 2), (2, 0))
+
+
+def test_the_most_probable_nodes_keep_their_ancestors_and_their_order() -> None:
+    tree = TokenTree((5, 6, 7, 8), (0, 1, 0, 1), (0.5, 0.1, 0.4, 0.3))
+    assert most_probable(tree, 3) == TokenTree((5, 7, 8), (0, 0, 1), (0.5, 0.4, 0.3))
+    assert most_probable(tree, 0) == TokenTree()
+    assert most_probable(tree, 9) is tree

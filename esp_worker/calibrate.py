@@ -1,0 +1,129 @@
+"""Measures what whole engine steps cost on this machine: block forward, lm_head and the way back to the host.
+
+B sequences, N rows a sequence, T context tokens a sequence. A synthetic block stands for a real one: N - 1 nodes under
+one root, and lm_head on all of its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from esp_worker.cache import SlotCache, rounded
+from esp_worker.cost import CostKey, CostTableError, StepCost
+from esp_worker.model import CausalModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: every product of these, `repeats` times at most and, once each has been, until `seconds` are
+    over."""
+
+    sequences: Sequence[int]
+    rows: Sequence[int]
+    contexts: Sequence[int]
+    repeats: int = 7
+    seconds: float = 90.0
+
+
+def cost_key(model: CausalModel, identity: str, kernels: str) -> CostKey:
+    """identity: the checkpoint's; kernels: what accel.accelerate said."""
+    return CostKey(
+        model=identity,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device_name(model.device),
+        threads=torch.get_num_threads(),
+        kernels=kernels,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def step_cost(model: CausalModel, key: CostKey, slots: int, max_length: int) -> StepCost:
+    """The machine's own table for `key` where it is kept, else a short one for `slots` sequences, measured now.
+
+    A short table takes some seconds, and is not kept: python -m jobs.calibrate makes the one that is.
+    """
+    try:
+        return StepCost.load(key.file)
+    except FileNotFoundError:
+        logger.info(
+            "no step-cost table in %s: measuring a short one (python -m jobs.calibrate keeps a full one)", key.file
+        )
+    except CostTableError as error:
+        logger.warning("%s; measuring a short table", error)
+    return measure(model, key, short_grid(slots, max_length))
+
+
+def short_grid(slots: int, max_length: int) -> Grid:
+    """Few enough points for an actor's warm-up."""
+    return Grid(sorted({1, slots}), [1, 2, 8, 30], [max(min(256, max_length - 1), 1)], repeats=3, seconds=6.0)
+
+
+@torch.inference_mode()
+def measure(model: CausalModel, key: CostKey, grid: Grid, clock: Callable[[], float] = time.perf_counter) -> StepCost:
+    """Medians over rounds that take every point in turn, so that a slow moment of the machine falls on all of them."""
+    cache = model.new_cache(max(grid.sequences))
+    # Columns of zeros stand for the context: attention takes its time whatever the keys are.
+    cache.resize(cache.slots, rounded(max(grid.contexts) + max(grid.rows)))
+    points = {
+        point: _Point(_step(model, cache, *point))
+        for point in itertools.product(grid.sequences, grid.rows, grid.contexts)
+    }
+    began = clock()
+    for size in grid.sequences:  # first calls choose kernels and allocate
+        points[size, grid.rows[-1], grid.contexts[-1]].run()
+    for _ in range(grid.repeats):
+        for point in points.values():
+            if point.seconds and clock() - began > grid.seconds:
+                break
+            start = clock()
+            point.run()
+            point.seconds.append(clock() - start)
+    times = torch.tensor([median(point.seconds) for point in points.values()], dtype=torch.float64)
+    shape = (len(grid.sequences), len(grid.rows), len(grid.contexts))
+    return StepCost(grid.sequences, grid.rows, grid.contexts, times.reshape(shape).numpy(), key)
+
+
+@dataclass(slots=True)
+class _Point:
+    run: Callable[[], None]
+    seconds: list[float] = field(default_factory=list)
+
+
+def _step(model: CausalModel, cache: SlotCache, sequences: int, rows: int, context: int) -> Callable[[], None]:
+    """One decode step of that size, ready to run."""
+    device = model.device
+    ids = torch.arange(sequences * rows, device=device).reshape(sequences, rows) % model.vocab_size
+    lengths = torch.full((sequences,), context, device=device)
+    depths = torch.ones(rows, dtype=torch.long, device=device)
+    depths[0] = 0
+    visible = torch.eye(rows, dtype=torch.bool, device=device)
+    visible[:, 0] = True
+    visible = visible.expand(sequences, rows, rows)
+
+    def run() -> None:
+        hidden = model.forward_block(cache, 0, lengths, model.embed(ids), lengths[:, None] + depths, visible)
+        model.logits(hidden.flatten(0, 1)).argmax(-1).tolist()  # to the host, as the accept walk needs it
+
+    return run
