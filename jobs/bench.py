@@ -310,7 +310,7 @@ def measure_ceiling(model: CausalModel) -> dict[str, float]:
     return {
         "memory_read_gb_per_s": round(gb_per_s, 1),
         "matrix_product_gflop_per_s": round(gflop_per_s, 1),
-        "one_row_floor_ms": round(floor_s * 1e3, 2),
+        "one_row_floor_ms": round(floor_s * 1e3, 4),
         "rows_at_ridge": round(floor_s * gflop_per_s * 1e9 / (2 * model.num_parameters), 1),
     }
 

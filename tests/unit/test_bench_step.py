@@ -35,7 +35,7 @@ def test_step(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], dtype: 
         assert result["ratio"] >= result["fastest_ratio"]
         assert result["c"] == pytest.approx(result["ms"] / results[0]["ms"], rel=0.05)
         assert sum(result["profile"].values()) == pytest.approx(1, abs=1e-3)
-        assert min(result["profile"].values()) > 0.005
+        assert min(result["profile"].values()) > 0
     assert len([line for line in out.splitlines() if line.startswith("│")]) == 3
 
 
