@@ -30,6 +30,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """For tests of real models, which gain from both cores."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> CausalModel:
     """In fp32 with the kernels that a job takes by default."""

