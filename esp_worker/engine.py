@@ -355,7 +355,7 @@ class Engine:
         if sequence.started is None:
             self._start(sequence)
         first, end = sequence.filled, sequence.filled + tokens
-        embeds = self.model.embed(torch.tensor(sequence.context[first:end], device=self.model.device))
+        embeds = self.model.embed(torch.from_numpy(self._table.context[first:end]).to(self.model.device))
         prompt_ends = end == sequence.length and not sequence.output
         # Mask j stands at position P - 1 + j and serves depth j of the first tree, as a probe of a root at P - 1 would.
         masks = sequence.room.masks(sequence.drafter.masks) if prompt_ends else 0
@@ -413,10 +413,10 @@ class Engine:
             return
         try:
             hidden = self._forward(drafts)
-            logits = self._logits(drafts, hidden)
-            verdicts, logprobs = self._verify(drafts, logits)
+            logits, counts = self._logits(drafts, hidden)
+            verdicts, logprobs = self._verify(drafts, logits, counts)
             self._commit(drafts, verdicts, logprobs)
-            self._observe(drafts, verdicts, hidden, logits)
+            self._observe(drafts, verdicts, hidden, logits.split(counts))
         finally:
             seconds = time.perf_counter() - began
             for sequence in running:
@@ -447,23 +447,22 @@ class Engine:
         positions = lengths[:, None] + offsets.to(device)
         return self.model.forward_block(self._table.cache, 0, lengths, embeds, positions, visible.to(device))
 
-    def _logits(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Of each sequence's root and nodes [token rows, V]; of a small block's probes too, [rows, V]."""
+    def _logits(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Logits [R, V] of all sequences' roots and nodes, of a small block's probes too; and how many are whose."""
         small = hidden.shape[0] * hidden.shape[1] <= ONE_PASS_ROWS
         counts = [draft.shape.rows if small else draft.shape.token_rows for draft in drafts]
         rows = torch.cat([hidden[b, :count] for b, count in enumerate(counts)])
-        return self.model.logits(rows).split(counts)
+        return self.model.logits(rows), counts
 
     def _verify(
-        self, drafts: Sequence[Draft], logits: Sequence[torch.Tensor]
+        self, drafts: Sequence[Draft], logits: torch.Tensor, counts: Sequence[int]
     ) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
         """Each sequence's accept walk."""
-        counts = [draft.shape.token_rows for draft in drafts]
-        best = [rows[:count].max(-1) for rows, count in zip(logits, counts, strict=True)]
-        finite = torch.isfinite(torch.cat([values for values, _ in best]))
-        greedy = torch.where(finite, torch.cat([tokens for _, tokens in best]), -1).tolist()  # one wait for the device
+        best, choices = logits.max(-1)
+        greedy = torch.where(torch.isfinite(best), choices, -1).tolist()  # one wait for the device
         verdicts, logprobs, first = [], [], 0
-        for sequence, draft, rows, count in zip(self._table.running, drafts, logits, counts, strict=True):
+        for sequence, draft, count in zip(self._table.running, drafts, counts, strict=True):
+            rows = logits[first : first + count]
             verdict = accept_walk(draft.tree, _chooser(sequence, rows, greedy[first : first + count]))
             logprobs.append(_logprobs(sequence, rows, verdict.path, verdict.tokens))
             verdicts.append(verdict)

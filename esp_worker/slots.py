@@ -22,6 +22,7 @@ class SlotTable:
         self.cache = cache
         self.running: list[ActiveSequence] = []
         self.filling: ActiveSequence | None = None
+        self.context = _NOTHING  # tokens of the filling sequence's
         self._held = [_NOTHING] * cache.slots  # tokens of the columns [0, n) of each slot
 
     @property
@@ -49,6 +50,7 @@ class SlotTable:
         if shared and source != slot:
             self._copy(source, slot, shared)
         self._held[slot] = tokens[:shared]
+        self.context = tokens
         sequence.filled = shared
         sequence.stats.cached_tokens += shared
         self.filling = sequence
@@ -57,7 +59,7 @@ class SlotTable:
         """The next `tokens` of the filling sequence's context have been computed."""
         assert self.filling is not None
         self.filling.filled += tokens
-        self._held[len(self.running)] = np.array(self.filling.context[: self.filling.filled], np.int64)
+        self._held[len(self.running)] = self.context[: self.filling.filled]
 
     def start(self) -> None:
         """The filling sequence's context is whole: it runs."""

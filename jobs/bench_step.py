@@ -27,6 +27,7 @@ from esp_worker.accel.packed import LinearPart, PackedLinear
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
 from esp_worker.types import Request, SamplingParams
+from jobs.ceiling import machine_line
 from pipeline.actor import make_drafters
 from pipeline.config import parse_decoder
 
@@ -186,8 +187,7 @@ def print_steps(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) 
     ceiling = about["ceiling"]
     console = Console(width=160)
     console.print(
-        f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
-        f"{about['model']}, {about['dtype']}; a decode step of {about['slots']} slots at {about['context']} tokens, "
+        f"{machine_line(about)}; a decode step of {about['slots']} slots at {about['context']} tokens, "
         f"median of {about['repeat']}",
         highlight=False,
     )

@@ -22,7 +22,7 @@ from esp_worker.calibrate import Grid, cost_key, measure
 from esp_worker.checkpoint import ModelError, resolve
 from esp_worker.cost import StepCost
 from esp_worker.model import CausalModel, load_model
-from jobs.bench import measure_ceiling
+from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
 from jobs.runtime import machine, versions
 
 
@@ -86,15 +86,9 @@ def measured_steps(cost: StepCost, model: CausalModel) -> Iterator[dict[str, Any
 
 
 def _print_table(about: dict[str, Any], steps: Sequence[dict[str, Any]]) -> None:
-    ceiling = about["ceiling"]
     console = Console(width=120)
     console.print(
-        f"{about['machine']['cpu']}, {about['device']}, {about['threads']} threads, {about['kernels']}; "
-        f"{about['model']}, {about['dtype']}\n"
-        f"ceiling: memory read {ceiling['memory_read_gb_per_s']} GB/s, matrix product "
-        f"{ceiling['matrix_product_gflop_per_s']} GFLOP/s; a one-row step takes at least {ceiling['one_row_floor_ms']} "
-        f"ms, rows are nearly free up to about {ceiling['rows_at_ridge']}\n"
-        f"table: {about['file']}",
+        f"{machine_line(about)}\n{ceiling_line(about['ceiling'])}\ntable: {about['file']}",
         highlight=False,
     )
     heads = {

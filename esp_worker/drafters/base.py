@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,13 +72,13 @@ class Drafter(Protocol):
         ...
 
 
-class EachByItself:
+class EachByItself(ABC):
     """The part of a Drafter that a method needs no more than once: it drafts for a sequence without regard to the
     others, and whatever steps cost."""
 
+    @abstractmethod
     def draft(self, state: Any, root_token: int, room: Room) -> Draft:
         """The tree and probes of one sequence's next block."""
-        raise NotImplementedError
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         return [self.draft(turn.state, turn.root_token, turn.room) for turn in turns]

@@ -106,7 +106,7 @@ def test_auto_where_rows_are_free_and_where_they_are_dear(row: float) -> None:
         assert drafted > calls, "once it has seen some plain steps"
 
 
-def test_off_is_the_plain_step() -> None:
+def test_off_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Roots alone: B rows, no probes, no masks, whatever the sequences have candidates for."""
 
     class Off(RandomBudget):
@@ -125,7 +125,7 @@ def test_off_is_the_plain_step() -> None:
         assert all(draft == ROOT_ONLY for draft in drafts)
         return hidden
 
-    engine._forward = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "_forward", watched)
     for completion in assert_as_reference(engine, "llama"):
         stats = completion.stats
         assert stats.rows_computed == stats.decode_calls == stats.plain_steps
