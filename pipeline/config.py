@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.sampling import ROW_KEYS, SamplingConfig
 from pipeline.schema import reserved_columns
 from pipeline.section import Section, as_list, nearest, problems
+from pipeline.template import compiled
 
 
 def _as_type_map(value: object) -> object:
@@ -33,16 +34,22 @@ ColumnType = Literal["string", "int64", "float64", "bool"]
 
 
 class InputConfig(Section):
-    """What is read. Paths: a file, a folder, a glob, or a list of these; local or s3://.
+    """What is read. Paths: a file, a folder, a glob, a hub id, or a list of these; local, s3:// or hf://datasets/.
 
+    split: of a dataset that has several; subset: a hub dataset's configuration. prompt_template: a Jinja template over
+    the row's columns, in place of a prompt column. tools_column: the tools that the chat template is given.
     sampling_column: a column that holds a row's own sampling settings, as an object or as JSON text of one.
     sampling_columns: settings that are columns of their own, by their names.
     """
 
     path: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "arrow"] = "auto"
+    split: str | None = None
+    subset: str | None = None
     prompt_column: str | None = None
+    prompt_template: str | None = None
     messages_column: str | None = None
+    tools_column: str | None = None
     id_column: str | None = None
     sampling_column: str | None = None
     sampling_columns: Annotated[list[str], BeforeValidator(as_list)] = Field([])
@@ -59,10 +66,20 @@ class InputConfig(Section):
                 raise ValueError(f"{name} is no setting that a row may have{nearest(name, ROW_KEYS)}")
         return list(dict.fromkeys(names))
 
+    @field_validator("prompt_template")
+    @classmethod
+    def _valid_template(cls, source: str | None) -> str | None:
+        if source is not None:
+            compiled(source)
+        return source
+
     @model_validator(mode="after")
     def _columns(self) -> Self:
-        if self.prompt_column and self.messages_column:
-            raise ValueError("set prompt_column or messages_column, not both")
+        texts = [name for name in ("prompt_column", "prompt_template", "messages_column") if getattr(self, name)]
+        if len(texts) > 1:
+            raise ValueError(f"set {' or '.join(texts)}, not both")
+        if self.tools_column and self.chat_template == "never":
+            raise ValueError("tools_column needs the chat template: chat_template must be auto or always")
         if self.messages_column and self.chat_template == "never":
             raise ValueError("messages_column needs the chat template: chat_template must be auto or always")
         if self.system_prompt and self.chat_template == "never":
@@ -78,6 +95,13 @@ class InputConfig(Section):
     def text_column(self) -> str:
         """The column that holds the prompt or the messages."""
         return self.messages_column or self.prompt_column or "prompt"
+
+
+class IdsConfig(Section):
+    """on_duplicate: what a row is whose id was used before. error: an error row; suffix: a row under an id of its own,
+    with -2, -3, ... behind it in input order, past ids that exist."""
+
+    on_duplicate: Literal["error", "suffix"] = "error"
 
 
 class OutputConfig(Section):
@@ -260,6 +284,7 @@ class JobConfig(Section):
     """The whole file."""
 
     input: InputConfig
+    ids: IdsConfig = IdsConfig()
     output: OutputConfig
     model: ModelConfig
     decoder: DecoderConfig = DecoderConfig()
@@ -275,6 +300,12 @@ class JobConfig(Section):
     def _bare_sections(cls, data: Any) -> Any:
         """`sampling:` with nothing under it is YAML's null and means a section of defaults."""
         return {k: {} if v is None else v for k, v in data.items()} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _ids_to_suffix(self) -> Self:
+        if self.ids.on_duplicate == "suffix" and self.input.id_column is None:
+            raise ValueError("ids.on_duplicate: suffix needs input.id_column; without one, ids are file and line")
+        return self
 
     def dump_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)

@@ -19,15 +19,19 @@ class RowErrorType(StrEnum):
     DUPLICATE_ID = "duplicate_id"
     INVALID_TEXT = "invalid_text"  # lone surrogates: text that no UTF-8 file can hold
     SAMPLING = "sampling"  # a sampling setting of the row's own is unknown, of a wrong type or out of range
-    TEMPLATE = "template"  # the chat template refused the messages
+    TEMPLATE = "template"  # the chat template or input.prompt_template refused the row
     PROMPT_TOO_LONG = "prompt_too_long"
     DECODE = "decode"  # the engine failed on this row
 
 
 class RowError(Exception):
-    """One row that cannot be decoded; becomes an error row and never stops the others."""
+    """One row that cannot be decoded; becomes an error row and never stops the others.
 
-    def __init__(self, kind: RowErrorType, message: str) -> None:
-        super().__init__(message)
+    `message` holds nothing of the prompt's text and goes to logs; `detail`, what may quote it, only into the output.
+    """
+
+    def __init__(self, kind: RowErrorType, message: str, detail: str = "") -> None:
+        super().__init__(message + detail)
         self.kind = kind
         self.message = message
+        self.detail = detail

@@ -7,8 +7,8 @@ it an error row that says where it stands and what was expected. Where rows come
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from typing import Any, Literal, TypeVar
@@ -18,27 +18,13 @@ from pydantic import ValidationError
 
 from pipeline.config import InputConfig
 from pipeline.errors import RowError, RowErrorType
+from pipeline.messages import read_messages, read_tools
 from pipeline.sampling import ROW_KEYS, RowSampling
 from pipeline.section import problems
+from pipeline.template import PromptTemplate, compiled
+from pipeline.values import RawRow, required, too_deep, type_name, valid_text, wrong_type
 
-_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "object"}
-_SHOWN_COLUMNS = 8  # of a row that lacks a column, in its error
-_SHOWN_CHARS = 120
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A row before parsing: its columns, or why they cannot be read. `line`: a JSONL line's bytes.
-
-    `columns`: the names of all that the row has, where `values` holds a selection.
-    """
-
-    index: int
-    values: Mapping[str, Any]
-    error: RowError | None = None
-    line: bytes = field(default=b"", repr=False)
-    columns: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,15 +41,24 @@ class ParsedRow:
     where: str  # "<file name>, line N": how error messages name this row
     messages_or_prompt: str | list[dict[str, Any]] | None  # None in an error row
     kept: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None  # for the chat template
     sampling: str | None = None  # the row's own settings: RowSampling.canonical
     samples: tuple[int, ...] = (0,)
     error: str | None = None
     error_type: RowErrorType | None = None
+    logged: str | None = None  # `error` without what it quotes of the row
 
     def failed(self, error: RowError) -> ParsedRow:
         """This row as an error row."""
+        logged = f"{self.where}: {error.message}"
         return replace(
-            self, messages_or_prompt=None, sampling=None, error=f"{self.where}: {error.message}", error_type=error.kind
+            self,
+            messages_or_prompt=None,
+            tools=None,
+            sampling=None,
+            error=logged + error.detail,
+            error_type=error.kind,
+            logged=logged,
         )
 
 
@@ -91,10 +86,12 @@ class RowParser:
 
     def __init__(self, config: InputConfig) -> None:
         self.config = config
-        sampling = [*([config.sampling_column] if config.sampling_column else []), *config.sampling_columns]
-        named = [config.text_column, *([config.id_column] if config.id_column else []), *config.keep_columns]
-        self.columns = list(dict.fromkeys([*named, *sampling]))  # all that is read of a row
-        self._content_columns = dict.fromkeys([config.text_column, *config.keep_columns, *sampling])
+        self._template = compiled(config.prompt_template) if config.prompt_template else None
+        texts = self._template.columns if self._template else [config.text_column]
+        settings = [*_given(config.tools_column), *_given(config.sampling_column), *config.sampling_columns]
+        # All that is read of a row.
+        self.columns = list(dict.fromkeys([*texts, *_given(config.id_column), *config.keep_columns, *settings]))
+        self._content_columns = dict.fromkeys([*texts, *config.keep_columns, *settings])
 
     def parse(self, raw: RawRow, name: str = "", unit: Literal["line", "row"] = "row") -> ParsedRow:
         """`name` is the file's; "" for rows that come from no file, whose id without id_column is a content hash."""
@@ -107,12 +104,12 @@ class RowParser:
         """The row's id in id_column. Raises RowError."""
         column = self.config.id_column
         assert column
-        value = _required(raw, column, "input.id_column")
+        value = required(raw, column, "input.id_column")
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if not isinstance(value, str) or not value:
-            raise _wrong_type(column, "a non-empty string or an integer", value)
-        return _valid_text(column, value)
+            raise wrong_type(column, "a non-empty string or an integer", value)
+        return valid_text(column, value)
 
     def _parse(self, raw: RawRow, name: str, unit: str) -> ParsedRow:
         faults = [raw.error] if raw.error else []
@@ -124,6 +121,7 @@ class RowParser:
             column: attempt(faults, _keep, column, kind, raw.values)
             for column, kind in self.config.keep_columns.items()
         }
+        tools = self.config.tools_column and attempt(faults, read_tools, self.config.tools_column, raw)
         sampling = attempt(faults, self._read_sampling, raw)
         row_id = row_id or default_id
         row = ParsedRow(
@@ -134,6 +132,7 @@ class RowParser:
             where=where_in_file(name, raw.index, unit) if name else f"row {row_id[:80]}",
             messages_or_prompt=text,
             kept=kept,
+            tools=tools or None,
             sampling=sampling,
         )
         return row.failed(faults[0]) if faults else row
@@ -145,7 +144,9 @@ class RowParser:
 
     def _read_text(self, raw: RawRow) -> str | list[dict[str, Any]]:
         if self.config.messages_column:
-            return _read_messages(self.config.messages_column, raw)
+            return read_messages(self.config.messages_column, raw)
+        if self._template:
+            return _render_prompt(self._template, raw)
         return _read_prompt(self.config.text_column, raw)
 
     def _read_sampling(self, raw: RawRow) -> str | None:
@@ -172,23 +173,24 @@ def attempt(faults: list[RowError], read: Callable[..., _T], *arguments: Any) ->
 
 
 def _read_prompt(column: str, raw: RawRow) -> str:
-    value = _required(raw, column, "input.prompt_column")
+    value = required(raw, column, "input.prompt_column")
     if not isinstance(value, str):
         hint = "; for chat messages set input.messages_column" if isinstance(value, list) else ""
-        raise _wrong_type(column, "a string", value, hint)
+        raise wrong_type(column, "a string", value, hint)
     if not value.strip():
         raise RowError(RowErrorType.EMPTY_PROMPT, f"column {column!r} is empty; expected a prompt")
-    return _valid_text(column, value)
+    return valid_text(column, value)
 
 
-def _read_messages(column: str, raw: RawRow) -> list[dict[str, Any]]:
-    value = _required(raw, column, "input.messages_column")
-    if not isinstance(value, list):
-        raise _wrong_type(column, "a list of messages", value)
-    messages = [_read_message(f"{column}[{i}]", message) for i, message in enumerate(value)]
-    if not any(message["content"].strip() for message in messages):
-        raise RowError(RowErrorType.EMPTY_PROMPT, f"column {column!r} holds no text; expected messages with content")
-    return messages
+def _render_prompt(template: PromptTemplate, raw: RawRow) -> str:
+    text = template.render({column: required(raw, column, "input.prompt_template") for column in template.columns})
+    if not text.strip():
+        raise RowError(RowErrorType.EMPTY_PROMPT, "input.prompt_template gives an empty prompt for this row")
+    return valid_text("input.prompt_template", text)
+
+
+def _given(column: str | None) -> list[str]:
+    return [column] if column else []
 
 
 def _read_settings(column: str, value: Any) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def _read_settings(column: str, value: Any) -> dict[str, Any]:
         except ValueError as error:
             raise RowError(RowErrorType.SAMPLING, f"column {column!r} is not valid JSON: {str(error)[:100]}") from error
     if value is not None and not isinstance(value, dict):
-        raise _wrong_type(column, "an object of sampling settings, or JSON text of one", value)
+        raise wrong_type(column, "an object of sampling settings, or JSON text of one", value)
     return dict(value or {})
 
 
@@ -213,41 +215,12 @@ def _canonical_settings(given: Mapping[str, Any], places: Mapping[str, str]) -> 
     return settings.canonical()
 
 
-def _read_message(path: str, message: Any) -> dict[str, Any]:
-    """Role and content as strings; other keys (name, tool_calls, ...) are the chat template's business.
-
-    Null keys go: Parquet gives every message the keys of all.
-    """
-    if not isinstance(message, dict):
-        raise _wrong_type(path, "an object with role and content", message)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise _wrong_type(f"{path}.role", "a string", role)
-    if isinstance(content, list):
-        content = "".join(_read_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _wrong_type(f"{path}.content", "a string or a list of text parts", content)
-    rest = {key: value for key, value in message.items() if value is not None}
-    _valid_text(path, json.dumps(rest, ensure_ascii=False, default=repr))
-    return {**rest, "role": role, "content": content}
-
-
-def _read_part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        shown = f"a part of type {part.get('type')!r:.40}" if isinstance(part, dict) else type_name(part)
-        raise RowError(
-            RowErrorType.WRONG_TYPE,
-            f'column {path!r} must be a text part {{"type": "text", "text": "..."}}, found {shown}',
-        )
-    return str(part["text"])
-
-
 def _keep(column: str, kind: str, values: Mapping[str, Any]) -> str | int | float | bool | None:
     value = values.get(column)
     if value is None:
         return None
     if kind == "string":
-        return _valid_text(column, _text(column, value))
+        return valid_text(column, _text(column, value))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool" and isinstance(value, bool):
         return value
@@ -258,7 +231,7 @@ def _keep(column: str, kind: str, values: Mapping[str, Any]) -> str | int | floa
             return float(value)
         except OverflowError:
             pass
-    raise _wrong_type(column, kind, value, f"; change its type in input.keep_columns ({column}: string takes any)")
+    raise wrong_type(column, kind, value, f"; change its type in input.keep_columns ({column}: string takes any)")
 
 
 def _text(column: str, value: Any) -> str:
@@ -270,7 +243,7 @@ def _text(column: str, value: Any) -> str:
             return _plain_text(value)
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain_text)
     except (TypeError, ValueError) as error:
-        raise _wrong_type(column, "a string, a date, a decimal or a JSON value", value) from error
+        raise wrong_type(column, "a string, a date, a decimal or a JSON value", value) from error
 
 
 def _plain_text(value: Any) -> str:
@@ -280,55 +253,6 @@ def _plain_text(value: Any) -> str:
     if isinstance(value, Decimal):
         return str(value)
     raise TypeError(f"{type_name(value)} has no text")
-
-
-def _required(raw: RawRow, column: str, setting: str) -> Any:
-    value = raw.values.get(column)
-    if value is not None:
-        return value
-    if column in raw.values:
-        reason = f"column {column!r} is null; {setting} names the column to read"
-    else:
-        present = raw.values if raw.columns is None else raw.columns
-        reason = f"no column {column!r} ({setting}); the row has {_listed(present)}"
-    raise RowError(RowErrorType.MISSING_FIELD, reason)
-
-
-def _listed(columns: Iterable[str]) -> str:
-    names = sorted(name if name.isprintable() else ascii(name) for name in columns)
-    text = ", ".join(names[:_SHOWN_COLUMNS])
-    if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARS:
-        text = f"{text[:_SHOWN_CHARS]}, ..."
-    return text or "no columns"
-
-
-def _valid_text(column: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(
-            RowErrorType.INVALID_TEXT,
-            f"column {column!r} holds a lone surrogate ({text[error.start]!a}), which is no character; "
-            "write the text as valid UTF-8",
-        ) from error
-    return text
-
-
-def _wrong_type(column: str, expected: str, value: Any, hint: str = "") -> RowError:
-    shown = f" {value!r:.40}" if isinstance(value, (bool, int, float)) else ""
-    if value == "":
-        shown = " ''"
-    return RowError(
-        RowErrorType.WRONG_TYPE, f"column {column!r} must be {expected}, found {type_name(value)}{shown}{hint}"
-    )
-
-
-def type_name(value: Any) -> str:
-    return "null" if value is None else _JSON_TYPES.get(type(value), type(value).__name__)
-
-
-def too_deep() -> RowError:
-    return RowError(RowErrorType.MALFORMED, "the JSON is nested too deeply")
 
 
 def where_in_file(name: str, row_index: int, unit: str) -> str:

@@ -79,6 +79,7 @@ class Plan:
             "sampling": sampling | {"eos_token_ids": sorted(self.eos_token_ids)},
             # Where the files are, however it is written; credentials never reach a path (storage refuses them).
             "input": config.input.model_dump(exclude={"limit", "path"}) | {"path": canonical_paths(config.input)},
+            "ids": config.ids.model_dump(),
         }
         if self.dtype in ("bfloat16", "float16"):
             engine = config.engine.model_dump(include={"slots", "prefill_tokens", "prefix_reuse"})

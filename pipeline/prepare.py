@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from pipeline.columnar import table_rows
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowError, RowErrorType
 from pipeline.parse import ParsedRow, RowParser, sample_key
 from pipeline.sampling import SamplingConfig, row_sampling
 from pipeline.schema import prepared_schema
-from pipeline.source import table_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LONG_CHARS = 32  # a token of a long prompt; tokens of ordinary text have about four
 
 
 @lru_cache(maxsize=2)
@@ -89,30 +91,37 @@ class Preparer:
 
     def _prompt_ids(self, row: ParsedRow) -> list[int]:
         assert row.messages_or_prompt is not None
-        ids = self._template_ids(row.messages_or_prompt) if self._use_template else self._raw_ids(row)
+        ids = self._template_ids(row) if self._use_template else self._raw_ids(row)
         if not ids:
             raise RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no token that the model's tokenizer knows")
         if len(ids) > self.max_prompt_tokens:
-            raise RowError(
-                RowErrorType.PROMPT_TOO_LONG,
-                f"the prompt has {len(ids)} tokens and engine.max_length leaves room for {self.max_prompt_tokens}; "
-                "shorten the prompt or raise engine.max_length",
-            )
+            raise self._too_long(f"{len(ids)} tokens")
         return ids
 
-    def _template_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        # The template writes the BOS and all other special tokens itself, so the tokenizer must add none.
-        return self._tokenize(self._render(prompt), add_special_tokens=False)
+    def _too_long(self, length: str) -> RowError:
+        return RowError(
+            RowErrorType.PROMPT_TOO_LONG,
+            f"the prompt has {length} and engine.max_length leaves room for {self.max_prompt_tokens}; "
+            "shorten the prompt or raise engine.max_length",
+        )
 
-    def _render(self, prompt: str | list[dict[str, Any]]) -> str:
+    def _template_ids(self, row: ParsedRow) -> list[int]:
+        # The template writes the BOS and all other special tokens itself, so the tokenizer must add none.
+        return self._tokenize(self._render(row), add_special_tokens=False)
+
+    def _render(self, row: ParsedRow) -> str:
+        prompt = row.messages_or_prompt
+        assert prompt is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.config.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=row.tools, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template is the checkpoint's own program and may raise anything over one row
-            reason = f"the chat template refused it: {type(error).__name__}: {str(error)[:200]}"
-            raise RowError(RowErrorType.TEMPLATE, reason) from error
+            reason = f"the chat template refused it: {type(error).__name__}"
+            raise RowError(RowErrorType.TEMPLATE, reason, detail=f": {str(error)[:200]}") from error
         return str(text)
 
     def _raw_ids(self, row: ParsedRow) -> list[int]:
@@ -123,6 +132,12 @@ class Preparer:
         return ids[1:] if brought_its_own and ids[:2] == [bos, bos] else ids
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Of a text that is far too long only the beginning is tokenized: tokens take many times its memory."""
+        start = LONG_CHARS * self.max_prompt_tokens
+        if len(text) > start:
+            ids = self._tokenize(text[:start], add_special_tokens)
+            if len(ids) > 2 * self.max_prompt_tokens:  # no joining of tokens at the cut gives so many back
+                raise self._too_long(f"{len(text)} characters, more than {2 * self.max_prompt_tokens} tokens,")
         # verbose=False: the tokenizer's own warning about length says nothing about this row.
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
@@ -141,10 +156,12 @@ def _use_template(tokenizer: PreTrainedTokenizerBase, config: InputConfig) -> bo
     if config.chat_template == "never":
         return False
     if tokenizer.chat_template:
+        _check_tools(tokenizer, config)
         return True
     needs = {
         "input.chat_template: always": config.chat_template == "always",
         "input.messages_column": config.messages_column,
+        "input.tools_column": config.tools_column,
         "input.system_prompt": config.system_prompt,
     }
     for setting, needed in needs.items():
@@ -154,3 +171,12 @@ def _use_template(tokenizer: PreTrainedTokenizerBase, config: InputConfig) -> bo
                 "use an instruction-tuned model, or input.prompt_column with complete prompts"
             )
     return False
+
+
+def _check_tools(tokenizer: PreTrainedTokenizerBase, config: InputConfig) -> None:
+    """A template that takes no tools would drop them in silence."""
+    if config.tools_column and "tools" not in tokenizer.get_chat_template(tools=[{}]):
+        raise ConfigError(
+            "input.tools_column: the model's chat template takes no tools; leave it out, or take a model that was "
+            "trained for them"
+        )

@@ -71,8 +71,8 @@ def check_job(config: JobConfig) -> Job:
     plan = make_plan(config, cluster_nodes())
     folder = RunFolder(config.output.path)
     folder.check(config.output, plan.fingerprint())
-    scans = _on_cluster(scan_file, [(file, config.input) for file in files])
-    return Job(plan, merge_scans(files, scans, config.input), folder)
+    scans = _on_cluster(scan_file, [(file, config.input, config.ids) for file in files])
+    return Job(plan, merge_scans(files, scans, config.input, config.ids), folder)
 
 
 def count_work(job: Job) -> Work:
