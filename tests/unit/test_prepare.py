@@ -274,3 +274,38 @@ def test_bad_words_are_tokenized_as_they_are_and_behind_a_space(plain: Any) -> N
     assert bad_word_ids(plain, []) == ()
     with pytest.raises(ValueError, match=r"^bad_words: '\u2603' has no token that the model's tokenizer knows$"):
         bad_word_ids(plain, ["ab", "\u2603"])
+
+
+# -------------------------------------------------------------------------------------------------- tools, long prompts
+
+TOOLS_TEMPLATE = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}" + TEMPLATE
+
+
+def test_tools_reach_the_template() -> None:
+    tokenizer = make_tokenizer(TOOLS_TEMPLATE)
+    rows = prepare(tokenizer, {"prompt": "x", "tools": [{"name": "f"}]}, {"prompt": "x"}, tools_column="tools")
+    assert [text_of(tokenizer, row) for row in rows] == ["[f]<s><user>x</s><assistant>", "<s><user>x</s><assistant>"]
+
+
+def test_a_template_that_takes_no_tools_is_refused(chat: Any, plain: Any) -> None:
+    with pytest.raises(ConfigError, match=r"input.tools_column: the model's chat template takes no tools"):
+        prepare(chat, tools_column="tools")
+    with pytest.raises(ConfigError, match=r"input.tools_column needs a chat template"):
+        prepare(plain, tools_column="tools")
+
+
+def test_of_a_prompt_far_too_long_only_the_beginning_is_tokenized(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    tokenize = type(plain).__call__
+
+    def spy(self: Any, text: str, **options: Any) -> Any:
+        seen.append(len(text))
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(type(plain), "__call__", spy)
+    (long,) = prepare(plain, {"prompt": "ab" * 100_000}, room=100)
+    assert long["error_type"] == RowErrorType.PROMPT_TOO_LONG
+    assert "has 200000 characters, more than 200 tokens, and engine.max_length leaves room for 100" in long["error"]
+    assert max(seen) == 3200
+    (dropped,) = prepare(plain, {"prompt": "\u2603" * 10_000 + "ab"}, room=100)
+    assert text_of(plain, dropped) == "<s>ab", "many characters, and few tokens all the same"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from prompt_files import GOOD, load, read_lines, write_parquet
 
-from pipeline.config import InputConfig
+from pipeline.config import IdsConfig, InputConfig, parse_config
 from pipeline.errors import ConfigError, RowErrorType
-from pipeline.parse import sample_key
-from pipeline.scan import count_owed, merge_scans, owed_rows, scan, scan_file
-from pipeline.source import list_source
+from pipeline.parse import ParsedRow, sample_key
+from pipeline.scan import Scan, count_owed, merge_scans, owed_rows, scan, scan_file
+from pipeline.source import list_source, read_rows
 
 
 def test_limit_over_several_files(tmp_path: Path) -> None:
@@ -148,3 +148,57 @@ def test_samples_are_owed_each_for_itself(tmp_path: Path) -> None:
     assert owed(3, *keys[0], keys[1][1], keys[2][0], keys[2][2]) == [(1, (0, 2)), (2, (1,))]
     assert owed(3, *(row[0] for row in keys)) == [(i, (1, 2)) for i in range(3)], "a larger n adds samples"
     assert owed(1, *(row[0] for row in keys)) == []
+
+
+# --------------------------------------------------------------------------------------------- ids.on_duplicate: suffix
+
+
+def suffixed(tmp_path: Path, **settings: Any) -> tuple[list[ParsedRow], Scan]:
+    config = InputConfig(path=[str(tmp_path)], id_column="id", **settings)
+    scanned = scan(list_source(config), config, IdsConfig(on_duplicate="suffix"))
+    rows = [row for file in scanned.files for row in read_rows(file, config, scanned.duplicates)]
+    assert scanned.total == len(rows)
+    return rows, scanned
+
+
+def test_repeated_ids_get_suffixes_in_input_order(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", 1, "x", "y") + b"not json\n")
+    (tmp_path / "b.jsonl").write_bytes(ids("1", "x", None, "z"))
+    write_parquet(tmp_path / "c.parquet", {"prompt": ["p", "p"], "id": ["x", "y"]})
+    rows, _ = suffixed(tmp_path)
+    good = [row.row_id for row in rows if row.error is None]
+    assert good == ["x", "1", "x-2", "y", "1-2", "x-3", "z", "x-4", "y-2"]
+    assert [row.error_type for row in rows if row.error] == ["malformed", "missing_field"]
+    assert len({row.row_key for row in rows}) == len(rows)
+    assert [row.row_id for row in suffixed(tmp_path)[0]] == [row.row_id for row in rows]
+
+
+def test_a_suffix_never_meets_an_id_that_exists(tmp_path: Path) -> None:
+    """Also one that stands later, in another file, or was given a moment ago."""
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "x", "x-2", "x-2", "x"))
+    (tmp_path / "b.jsonl").write_bytes(ids("x-3", "x-2-2", "x"))
+    names = [row.row_id for row in suffixed(tmp_path)[0]]
+    assert names == ["x", "x-4", "x-2", "x-2-3", "x-5", "x-3", "x-2-2", "x-6"]
+    assert len(set(names)) == len(names)
+
+
+def test_a_suffixed_rows_key_follows_its_content(tmp_path: Path) -> None:
+    def key(prompt: str) -> int:
+        lines = [{"prompt": "p", "id": 1}, {"prompt": prompt, "id": 1}]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return suffixed(tmp_path)[0][1].row_key
+
+    assert key("a") == key("a") != key("b")
+
+
+def test_suffixes_beyond_the_limit_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(ids("x", "y", "x", "x-2"))
+    assert suffixed(tmp_path, limit=2)[1].duplicates == {}
+    assert suffixed(tmp_path, limit=3)[1].duplicates == {("a.jsonl", 2): "x-2"}
+    assert suffixed(tmp_path, limit=4)[1].duplicates == {("a.jsonl", 2): "x-3"}
+
+
+def test_suffixes_need_an_id_column() -> None:
+    sections = {"input": {"path": "x"}, "output": {"path": "o"}, "model": {"path": "m"}}
+    with pytest.raises(ConfigError, match=r"ids.on_duplicate: suffix needs input.id_column"):
+        parse_config({**sections, "ids": {"on_duplicate": "suffix"}})

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
 from moto.server import ThreadedMotoServer
 from prompt_files import GOOD, load, read_lines, write_parquet
 
-from pipeline import source
+from pipeline import lines, source
 from pipeline.config import InputConfig
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.parse import ParsedRow
@@ -96,17 +97,19 @@ def test_file_listed_twice_is_read_once(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_formats(tmp_path: Path) -> None:
-    make_files(tmp_path, *(f"in/{i}.{s}" for i, s in enumerate(["JSONL", "ndjson.zst", "json", "jsonl.gz", "parquet"])))
+    suffixes = ["JSONL", "ndjson.zst", "json", "jsonl.gz", "parquet", "arrow"]
+    make_files(tmp_path, *(f"in/{i}.{s}" for i, s in enumerate(suffixes)))
     files = list_source(InputConfig(path=[str(tmp_path / "in")]))
-    assert [file.format for file in files] == ["jsonl"] * 4 + ["parquet"]
-    assert [file.size for file in files] == [len(GOOD)] * 5
+    assert [file.format for file in files] == ["jsonl"] * 4 + ["parquet", "arrow"]
+    assert [file.size for file in files] == [len(GOOD)] * 6
     assert all(f.format == "jsonl" for f in list_source(InputConfig(path=[str(tmp_path / "in")], format="jsonl")))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rows.csv", r"input.path: rows.csv: unknown format.*convert it to JSONL or Parquet"),
+        ("rows.csv", r"input.path: rows.csv: unknown format.*convert it.*from_csv\('FILE'\).to_parquet"),
+        ("rows.tsv.gz", r"input.path: rows.tsv.gz: unknown format.*convert it.*from_csv\('FILE', sep='\\t'\)"),
         ("notes.md", r"input.path: notes.md: unknown format.*set input.format"),
         ("rows.parquet.gz", r"rows.parquet.gz: unknown format"),
     ],
@@ -306,6 +309,62 @@ def test_a_failing_store_is_no_data_error(tmp_path: Path, monkeypatch: pytest.Mo
             scan([file], config)
 
 
+def test_a_line_far_too_long_is_never_held(tmp_path: Path) -> None:
+    """200 MB of one line: an error row in a part of its memory, and the next line goes on."""
+    piece = b"x" * 1_000_000
+    with (tmp_path / "p.jsonl").open("wb") as file:
+        file.write(GOOD + b'{"prompt": "')
+        for _ in range(200):
+            file.write(piece)
+        file.write(b'"}\n' + GOOD)
+    tracemalloc.start()
+    (before, long, after), _ = load(InputConfig(path=[str(tmp_path)]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (before.messages_or_prompt, after.messages_or_prompt) == ("hello", "hello")
+    assert long.error == "p.jsonl, line 2: the line is longer than 64 MiB; shorten or split it"
+    assert peak < 160_000_000
+
+
+def test_the_key_of_a_line_too_long_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
+    keys = []
+    for end in ("a", "b", "a"):
+        (row,) = read_lines(tmp_path, "[" * (1 << 20) + end)
+        assert row.error is not None
+        assert "longer than 1 MiB" in row.error
+        keys.append(row.row_key)
+    assert keys[0] == keys[2] != keys[1]
+    (row,) = read_lines(tmp_path, json.dumps({"prompt": "x" * 1_000_000}))
+    assert row.error is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_file_in_utf_16_is_one_clear_error(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n'.encode(encoding))
+    (row,), _ = load(InputConfig(path=[str(tmp_path)]))
+    assert row.error_type == RowErrorType.MALFORMED
+    assert row.error is not None
+    assert "the file is not UTF-8 but UTF-16 or UTF-32; convert it (iconv" in row.error
+
+
+def test_null_bytes(tmp_path: Path) -> None:
+    """Raw ones are no JSON (a crash leaves such tails); an escaped one is a character like others."""
+    given = [GOOD.strip(), b'{"prompt": "a\0b"}', b"\0" * 50, rb'{"prompt": "a\u0000b"}']
+    rows = read_lines(tmp_path, *given)
+    assert [row.error_type for row in rows] == [None, "malformed", "malformed", None]
+    assert rows[3].messages_or_prompt == "a\0b"
+
+
+def test_what_a_broken_line_holds_is_not_logged(tmp_path: Path) -> None:
+    (row,) = read_lines(tmp_path, '{"prompt": "a secret", }')
+    assert row.error is not None
+    assert row.logged is not None
+    assert "secret" in row.error
+    assert "secret" not in row.logged
+    assert row.logged.startswith("prompts.jsonl, line 1: not valid JSON")
+
+
 # -------------------------------------------------------------------------------------------------------- Parquet files
 
 
@@ -407,20 +466,25 @@ def test_corrupt_parquet_is_one_error_row_and_other_files_go_on(tmp_path: Path) 
         assert rows[0].error.startswith("a.parquet, row 1: the file is truncated or corrupt")
 
 
-def test_corrupt_row_group_keeps_the_rows_before_it(tmp_path: Path) -> None:
+def test_corrupt_row_group_is_one_error_row_that_names_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, {"prompt": [f"prompt {i}" for i in range(20_000)]}, row_group_size=5_000, use_dictionary=False)
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 300] = b"\xff" * 300
     path.write_bytes(bytes(data))
-    config = InputConfig(path=[str(path)])
-    scanned = scan(list_source(config), config)
-    *rows, error = read_rows(scanned.files[0], config, {})
-    assert scanned.rows == [20_000], "the footer's count: the damage shows only in reading"
-    assert len(rows) >= 5_000
-    assert all(row.messages_or_prompt == f"prompt {i}" for i, row in enumerate(rows))
-    assert (error.row_index, error.error_type) == (len(rows), "malformed")
+    rows, scanned = load(InputConfig(path=[str(path)]))
+    (error,) = [row for row in rows if row.error]
+    told = f"a.parquet, row {error.row_index + 1}: rows {error.row_index + 1} to 15000 (row group 3) cannot be read"
+    assert str(error.error).startswith(told)
+    assert 10_000 <= error.row_index < 15_000
+    assert error.error_type == "malformed"
+    lost = range(error.row_index, 15_000)
+    done = [row for row in rows if not row.error]
+    assert [row.row_index for row in done] == [i for i in range(20_000) if i not in lost], "the next group goes on"
+    assert all(row.messages_or_prompt == f"prompt {row.row_index}" for row in done)
+    ids = InputConfig(path=[str(path)], id_column="id")  # a column that is not there: the prompt's damage counts too
+    assert scan(scanned.files, ids).rows == scanned.rows == [len(rows)]
 
 
 def test_empty_files_among_good_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -434,3 +498,50 @@ def test_empty_files_among_good_ones(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert scanned.rows == [0, 1, 0, 0, 0]
         assert [row.source_file for row in rows] == ["b.jsonl"]
         assert [record.getMessage().count("is empty and gives no rows") for record in caplog.records] == [1] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------- Arrow files
+
+
+def write_arrow(path: Path, table: pa.Table, rows_per_batch: int, *, stream: bool = True) -> None:
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows_per_batch)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_arrow_rows(tmp_path: Path, stream: bool) -> None:
+    table = pa.table({"prompt": [f"p{i}" for i in range(1000)], "unread": [b"x"] * 1000, "id": range(1000)})
+    write_arrow(tmp_path / "p.arrow", table, 300, stream=stream)
+    for settings in ({}, {"id_column": "id"}, {"prompt_column": "absent"}, {"limit": 700}):
+        rows, _ = load(InputConfig(path=[str(tmp_path)], **settings))
+        assert [row.row_index for row in rows] == list(range(settings.get("limit", 1000)))
+    assert [row.messages_or_prompt for row in rows] == [f"p{i}" for i in range(700)]
+    assert rows[0].row_id == "p.arrow:1"
+
+
+def test_arrow_on_s3(tmp_path: Path, s3: Any) -> None:
+    write_arrow(tmp_path / "p.arrow", pa.table({"prompt": ["a", "b"]}), 1)
+    s3.create_bucket(Bucket="prompts")
+    s3.put_object(Bucket="prompts", Key="p.arrow", Body=(tmp_path / "p.arrow").read_bytes())
+    assert [row.messages_or_prompt for row in load(InputConfig(path=["s3://prompts/p.arrow"]))[0]] == ["a", "b"]
+
+
+def test_wrong_offsets_in_an_arrow_file_are_no_text(tmp_path: Path) -> None:
+    """Arrow trusts what it reads: an offset outside its buffer would show other memory, or end the process."""
+    write_arrow(tmp_path / "p.arrow", pa.table({"prompt": [f"prompt {i}" for i in range(600)]}), 300)
+    data = (tmp_path / "p.arrow").read_bytes()
+    good = (np.arange(0, 5, dtype=np.int32) * 8).tobytes()  # the first offsets of the first batch
+    at = data.index(good)
+    (tmp_path / "p.arrow").write_bytes(data[: at + 8] + np.int32(2**30).tobytes() + data[at + 12 :])
+    (error,) = load(InputConfig(path=[str(tmp_path)]))[0]
+    assert str(error.error).startswith("p.arrow, row 1: the file is truncated or corrupt from here on")
+
+
+def test_a_truncated_arrow_file_keeps_its_first_batches(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "p.arrow", pa.table({"prompt": [f"prompt {i}" for i in range(600)]}), 100)
+    data = (tmp_path / "p.arrow").read_bytes()
+    (tmp_path / "p.arrow").write_bytes(data[: len(data) * 2 // 3])
+    *rows, error = load(InputConfig(path=[str(tmp_path)]))[0]
+    assert len(rows) in (300, 400)
+    assert (error.row_index, error.error_type) == (len(rows), "malformed")
