@@ -38,7 +38,8 @@ from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
 from esp_worker.types import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.config import DecoderConfig
-from pipeline.errors import RowErrorType
+from pipeline.errors import RowErrorType, failure_line
+from pipeline.metrics import ActorMetrics
 from pipeline.plan import Plan
 from pipeline.prepare import load_tokenizer
 from pipeline.progress import Tally
@@ -76,6 +77,7 @@ class DecodeActor:
         kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
         key = cost_key(model, checkpoint.identity, kernels)
         self._method = config.decoder.method
+        self._metrics = ActorMetrics(self._method)
         engine = config.engine
         self._engine = Engine(
             model,
@@ -98,7 +100,8 @@ class DecodeActor:
         logger.info(self._engine.memory_plan)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
+        with self._metrics.in_hand(batch.num_rows):
+            records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
         return pa.Table.from_pylist(records, schema=self._schema)
 
     def _warm_up(self, model: CausalModel) -> None:
@@ -115,7 +118,7 @@ class DecodeActor:
     async def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         carried = {name: row[name] for name in self._carried} | self._about
         if row["error_type"] is not None:
-            self._report(Tally(rows=1, failed=1))
+            self._report_failure(row, row["error_type"], row["logged"])
             return carried | _failure(row["error_type"], row["error"])
         compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
         try:
@@ -132,11 +135,11 @@ class DecodeActor:
             raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
         except Exception as error:
             message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
-            logger.warning("decoding failed: %s", message)
-            self._report(Tally(rows=1, failed=1))
+            self._report_failure(row, RowErrorType.DECODE, message)
             return carried | _failure(RowErrorType.DECODE, message)
         committed = sum(result["accept_lengths"])
         calls = result["decode_calls"]
+        self._metrics.done(result)
         self._report(Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls))
         return carried | result
 
@@ -213,6 +216,11 @@ class DecodeActor:
             "first_divergence": divergence,
             "divergence_margin": None if asked is None else margin((await self._decode(asked, NoDrafter.name))[0]),
         }
+
+    def _report_failure(self, row: dict[str, Any], kind: str, message: str) -> None:
+        logger.warning(failure_line(row["source_file"], row["row_id"], kind, message))
+        self._metrics.failed(kind)
+        self._report(Tally(rows=1, failed=1))
 
     def _report(self, done: Tally) -> None:
         if self._board is not None:

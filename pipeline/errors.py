@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 
 
@@ -22,6 +23,12 @@ class RowErrorType(StrEnum):
     TEMPLATE = "template"  # the chat template or input.prompt_template refused the row
     PROMPT_TOO_LONG = "prompt_too_long"
     DECODE = "decode"  # the engine failed on this row
+
+
+def failure_line(source_file: str, row_id: str, error_type: str, message: str) -> str:
+    """A failed row as one log line: `row_failed ` and a JSON object. `message` must quote nothing of the prompt."""
+    fields = {"source_file": source_file, "row_id": row_id, "error_type": error_type, "message": message}
+    return f"row_failed {json.dumps(fields, ensure_ascii=False)}"
 
 
 class RowError(Exception):

@@ -76,6 +76,7 @@ class Preparer:
             **row.kept,
             "prompt_ids": prompt_ids,
             "sampling": row.sampling,
+            "logged": row.logged,
             "error": row.error,
             "error_type": row.error_type,
         }

@@ -84,11 +84,13 @@ def keep_fields(keep_columns: Mapping[str, str]) -> list[pa.Field]:
 
 def prepared_schema(keep_columns: Mapping[str, str]) -> pa.Schema:
     """Rows ready to decode, one a sample: identity, kept columns, prompt_ids (null for a row that already failed),
-    sampling (the row's own settings as JSON; see pipeline.sampling.RowSampling), error."""
+    sampling (the row's own settings as JSON; see pipeline.sampling.RowSampling), error, and logged: the error without
+    what it quotes of the row."""
     ready = [
         pa.field("sample_index", pa.int32(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32())),
         pa.field("sampling", pa.string()),
+        pa.field("logged", pa.string()),
     ]
     return pa.schema([*IDENTITY_FIELDS, *keep_fields(keep_columns), *ready, *ERROR_FIELDS])
 
@@ -100,4 +102,4 @@ def output_schema(keep_columns: Mapping[str, str]) -> pa.Schema:
 
 def reserved_columns() -> frozenset[str]:
     """Names that `input.keep_columns` must not use, since the output has its own column of that name."""
-    return frozenset(field.name for field in [*IDENTITY_FIELDS, *RESULT_FIELDS]) | {"prompt_ids", "sampling"}
+    return frozenset(field.name for field in [*IDENTITY_FIELDS, *RESULT_FIELDS]) | {"prompt_ids", "sampling", "logged"}
