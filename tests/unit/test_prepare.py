@@ -140,6 +140,7 @@ def test_template_refusal_is_one_row(chat: Any) -> None:
     )
     assert [row["error_type"] for row in rows] == ["template", None]
     assert rows[0]["error"] == "p.jsonl, line 1: the chat template refused it: TemplateError: unknown role alien"
+    assert rows[0]["logged"] == "p.jsonl, line 1: the chat template refused it: TemplateError", "templates quote the row"
     assert rows[0]["prompt_ids"] is None
 
 
@@ -178,11 +179,12 @@ def test_table_carries_identity_kept_columns_and_earlier_errors(plain: Any) -> N
         "sample_index": 0,
         "sampling": None,
         "prompt_ids": plain("x")["input_ids"],
+        "logged": None,
         "error": None,
         "error_type": None,
     }
     assert (bad["row_id"], bad["n"], bad["s"], bad["prompt_ids"]) == ("b", 2, None, None)
-    assert bad["error"] == "p.jsonl, line 2: column 'prompt' must be a string, found integer 5"
+    assert bad["error"] == bad["logged"] == "p.jsonl, line 2: column 'prompt' must be a string, found integer 5"
     assert bad["error_type"] == RowErrorType.WRONG_TYPE
 
 
