@@ -231,7 +231,7 @@ def _exact_match(compared: pa.Table) -> dict[str, Any]:
 
 def _divergences(compared: pa.Table) -> dict[str, Any]:
     """Rows that differ, the earliest difference first. Positions are 0-based among the output tokens; a margin is None
-    where it is not known (actor.margin_request says where that is)."""
+    where it is not known (columns.margin_request says where that is)."""
     columns = ["row_id", "sample_index", "first_divergence", "divergence_margin"]
     differing = compared.filter(pc.invert(compared["exact_match"])).select(columns)
     order = [(name, "ascending") for name in ("first_divergence", "row_id", "sample_index")]
