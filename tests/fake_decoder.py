@@ -45,6 +45,9 @@ class FakeDecoder:
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
         return self._slots.submit(self._decode, request)
 
+    def probe(self) -> Future[Completion]:
+        return self._slots.submit(lambda: Completion("probe", (), FinishReason.LENGTH, DecodeStats(), 0.0))
+
     def _decode(self, request: Request) -> Completion:
         began = time.perf_counter()
         row = f"{request.request_id}#{request.sampling.sample_index}"
@@ -69,6 +72,12 @@ class FakeDecoder:
 
     def _note(self, kind: str, row: str) -> None:
         os.write(self._file, f"{kind} {row}\n".encode())  # at once: a SIGKILL takes nothing of it away
+
+
+def die(plan: Plan) -> FakeDecoder:
+    """A decoder whose process ends while it is made."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def fake_tokens(request: Request) -> tuple[int, ...]:

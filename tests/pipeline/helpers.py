@@ -76,9 +76,7 @@ class Command:
             "errors": {"max_fraction": 1.0},
         }
 
-    def __call__(
-        self, *arguments: str, decoder: Callable[[Plan], Decoder] = EngineDecoder, **settings: Any
-    ) -> Result:
+    def __call__(self, *arguments: str, decoder: Callable[[Plan], Decoder] = EngineDecoder, **settings: Any) -> Result:
         """settings: section__key=value."""
         config = {section: dict(keys) for section, keys in self.config.items()}
         for name, value in settings.items():
