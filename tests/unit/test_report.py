@@ -10,10 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pipeline import report as reports
 from pipeline.config import parse_config
 from pipeline.page import render_html, summary_lines
-from pipeline.report import AUTO_NOTE, CPU_NOTE, HALF_NOTE, REPORT_COLUMNS, build_report, summarize
+from pipeline.report import AUTO_NOTE, CPU_NOTE, HALF_NOTE
 from pipeline.schema import output_schema
+from pipeline.totals import REPORT_COLUMNS, Totals
 
 START = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 AR_COLUMNS = [name for name in REPORT_COLUMNS if name.startswith("ar_")]
@@ -78,6 +80,17 @@ def error_row(index: int, message: str = "no", kind: str = "malformed", **values
 
 def table_of(*rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=output_schema({}))
+
+
+def summarize(*tables: pa.Table, run: dict[str, Any]) -> dict[str, Any]:
+    totals = Totals()
+    for table in tables:
+        totals.add(table)
+    return reports.summarize(totals, run=run)
+
+
+def build_report(table: pa.Table, run: dict[str, Any]) -> tuple[bytes, bytes]:
+    return reports.build_report(summarize(table, run=run))
 
 
 def run_record(
