@@ -14,15 +14,17 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rich.console import Console
 
 from jobs.runtime import machine, ray_cluster, set_up_logging, versions
 from pipeline.config import JobConfig, load_config
+from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
+from pipeline.plan import Plan
 from pipeline.redact import scrub_text
 from pipeline.run import Job, RunError, Work, check_job, count_work, run_job
 from pipeline.source import read_rows
@@ -33,13 +35,13 @@ DONE, BROKEN, BAD_CONFIG, TOO_MANY_ERRORS, INTERRUPTED = 0, 1, 2, 3, 130
 DRY_RUN_ROWS = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> int:
     options = _parse(arguments)
     console = set_up_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt must not fail on an ASCII terminal
     try:
-        return _run(options, console)
+        return _run(options, console, decoder)
     except ConfigError as error:
         return _end(BAD_CONFIG, str(error))
     except RunError as error:
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(INTERRUPTED, "interrupted; shards that were written stay, and the same command continues")
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def _run(options: argparse.Namespace, console: Console, decoder: Callable[[Plan], Decoder]) -> int:
     config = load_config(options.config, _overrides(options))
     if options.print_config:
         print(scrub_text(config.dump_yaml()), end="")
@@ -59,7 +61,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         if options.dry_run:
             print("\n".join(_plan_lines(job, count_work(job))))
             return DONE
-        summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
+        summary = run_job(job, {"machine": machine(), "versions": versions()}, console, decoder)
     report = job.folder.place.child("report.html").uri
     print("\n".join([*summary_lines(summary), f"{'report':<13}  {report}"]))
     return _verdict(config, summary["rows"]["failed"], summary["rows"]["total"])

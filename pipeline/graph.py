@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
 from pipeline.config import JobConfig
+from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.parse import RowParser
 from pipeline.plan import Node, Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
@@ -60,8 +61,10 @@ def read(scan: Scan, plan: Plan, done: np.ndarray) -> Dataset:
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
 
 
-def decode(prepared: Dataset, plan: Plan, board: Any = None) -> Dataset:
-    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` engines."""
+def decode(
+    prepared: Dataset, plan: Plan, board: Any = None, decoder: Callable[[Plan], Decoder] = EngineDecoder
+) -> Dataset:
+    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` decoders."""
     rows_per_call = -(-plan.config.engine.slots // 2)
     pool = ActorPoolStrategy(
         size=plan.config.cluster.actors,
@@ -71,7 +74,7 @@ def decode(prepared: Dataset, plan: Plan, board: Any = None) -> Dataset:
     # Small blocks: the block is Ray's unit of loss, and one big block would keep one actor busy and the others idle.
     return prepared.repartition(target_num_rows_per_block=rows_per_call).map_batches(
         DecodeActor,
-        fn_constructor_args=(plan, board),
+        fn_constructor_args=(plan, board, decoder),
         compute=pool,
         batch_format="pyarrow",
         batch_size=rows_per_call,

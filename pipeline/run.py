@@ -19,6 +19,7 @@ import ray
 from rich.console import Console
 
 from pipeline.config import JobConfig
+from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
 from pipeline.plan import Plan, make_plan
@@ -97,8 +98,11 @@ def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -
         raise
 
 
-def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, Any]:
+def run_job(
+    job: Job, about: Mapping[str, Any], console: Console, decoder: Callable[[Plan], Decoder] = EngineDecoder
+) -> dict[str, Any]:
     """Decode, write, account, report; returns the report's summary. about: machine and versions, for run.json.
+    decoder: makes what each actor process decodes with.
 
     Raises RunError when rows are missing at the end, or when another start of the run has taken the folder.
     """
@@ -126,7 +130,7 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
             job.folder.place.uri,
         )
     try:
-        written = _decode_owed(job, work, run["attempt"], console) if work.owed else 0
+        written = _decode_owed(job, work, run["attempt"], console, decoder) if work.owed else 0
         table = _settle(job, work, written)
     except RunError:
         if read_attempt(job.folder.place) == run["attempt"]:
@@ -149,10 +153,10 @@ def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, A
     return summary
 
 
-def _decode_owed(job: Job, work: Work, attempt: str, console: Console) -> int:
+def _decode_owed(job: Job, work: Work, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
     board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    rows = decode(read(job.scan, job.plan, work.done), job.plan, board)
+    rows = decode(read(job.scan, job.plan, work.done), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config)
     written = 0
     with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
