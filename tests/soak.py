@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from pipeline.schema import output_schema
 
 SAMPLE_S = 0.5
 SHARD_ROWS = 512
+SLOTS = 256  # as many as a GPU would have
 OWED_ROWS = 100  # of a resumed job
 
 
@@ -111,7 +113,7 @@ def measured_job(work: Path) -> tuple[float, dict[str, Any]]:
         "output": {"path": str(work / "out"), "rows_per_file": SHARD_ROWS},
         "model": {"path": str(work / "model"), "device": "cpu"},
         "sampling": {"max_new_tokens": 16},
-        "engine": {"slots": 32, "threads": 1},
+        "engine": {"slots": SLOTS, "threads": 1},
         "compare": {"fraction": 0.0},
     }
     file = work / "config.yaml"
@@ -125,8 +127,8 @@ def measured_job(work: Path) -> tuple[float, dict[str, Any]]:
     if process.returncode != DONE:
         raise SystemExit(f"the job ended with {process.returncode}:\n{(work / 'job.log').read_text()[-4000:]}")
     for kind, peak in sorted(peaks.items()):
-        print(f"  {kind:<28} {peak['processes']:>3} at most, each up to {peak['private']:,} MiB private", end="")
-        print(f", {peak['shared']:,} MiB shared")
+        memory = f"{peak['private']:>5,} MiB private, {peak['shared']:>5,} MiB shared"
+        print(f"  {kind:<40} {peak['processes']:>3} at most, each up to {memory}; {peak['cpu_s']:>6.0f} CPU s together")
     return wall_s, peaks
 
 
@@ -137,19 +139,23 @@ def environment() -> dict[str, str]:
 
 
 def watch(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Peak memory of the process and its descendants, by kind, until it ends."""
-    peaks: dict[str, dict[str, int]] = defaultdict(lambda: {"processes": 0, "private": 0, "shared": 0})
+    """Peak memory and CPU time of the process and its descendants, by kind, until it ends."""
+    nothing = {"processes": 0, "private": 0, "shared": 0, "cpu_s": 0.0}
+    peaks: dict[str, dict[str, float]] = defaultdict(nothing.copy)
+    last_cpu_s: dict[int, float] = {}
     while process.poll() is None:
-        running: dict[str, int] = defaultdict(int)
+        running: Counter[str] = Counter()
         for pid in descendants(process.pid):
-            if (found := memory(pid)) is None:
+            if (found := look_at(pid)) is None:
                 continue
-            kind = "driver" if pid == process.pid else found[0]
+            kind = "driver" if pid == process.pid else found.kind
             running[kind] += 1
             peak = peaks[kind]
             peak["processes"] = max(peak["processes"], running[kind])
-            peak["private"] = max(peak["private"], found[1])
-            peak["shared"] = max(peak["shared"], found[2])
+            peak["private"] = max(peak["private"], found.private)
+            peak["shared"] = max(peak["shared"], found.shared)
+            peak["cpu_s"] += found.cpu_s - last_cpu_s.get(pid, 0.0)  # a worker's kind changes with its task
+            last_cpu_s[pid] = found.cpu_s
         time.sleep(SAMPLE_S)
     return dict(peaks)
 
@@ -167,18 +173,33 @@ def descendants(root: int) -> Iterator[int]:
         found += [child for child, parent in parents.items() if parent == pid]
 
 
-def memory(pid: int) -> tuple[str, int, int] | None:
-    """(kind, private MiB, shared MiB) of a process; None when it has ended."""
+@dataclass(frozen=True)
+class Process:
+    """What a running process takes; memory in MiB."""
+
+    kind: str
+    private: int
+    shared: int
+    cpu_s: float
+
+
+def look_at(pid: int) -> Process | None:
+    """None when it has ended."""
+    folder = Path(f"/proc/{pid}")
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        status, stat = (folder / "status").read_text(), (folder / "stat").read_text()
+        title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return None
     sizes = {name: int(kib) // 1024 for name, kib in re.findall(r"^(Rss\w+):\s+(\d+) kB", status, re.MULTILINE)}
-    kind = re.split(r"[ (.]", title)[0] if title.startswith("ray::") else Path(title.split(" ")[0]).name
+    if not sizes:  # a zombie
+        return None
+    kind = re.split(r"[ (\[.]", title)[0] if title.startswith("ray::") else Path(title.split(" ")[0]).name
     if kind.startswith("python") and (script := re.search(r"(\w+)\.py", title)):
         kind = script[1]
-    return (kind, sizes.get("RssAnon", 0), sizes.get("RssShmem", 0)) if sizes else None
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return Process(kind, sizes.get("RssAnon", 0), sizes.get("RssShmem", 0), cpu_s)
 
 
 def _duckdb_rows(data: Path) -> int:
