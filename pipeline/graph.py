@@ -52,11 +52,11 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
     return decode(prepared, plan)
 
 
-def read(scan: Scan, plan: Plan, done: ray.ObjectRef, ledger: Any) -> Dataset:
+def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
     """Rows of prepared_schema from the scanned files, a prompt's samples side by side, without those whose keys are in
-    `done` (sorted uint64: one copy a node, which its readers share). ledger: handle of a Ledger, told of each file."""
+    `done` (sorted uint64: one copy a node, which its readers share). census: handle of a Census, told of each file."""
     files = ray.data.from_items([asdict(file) for file in scan.files], override_num_blocks=len(scan.files))
-    known = {"plan": plan, "duplicates": scan.duplicates, "done": done, "ledger": ledger}
+    known = {"plan": plan, "duplicates": scan.duplicates, "done": done, "census": census}
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
 
 
@@ -101,7 +101,7 @@ def _write_batch(table: pa.Table, retried: ray.ObjectRef, **where: Any) -> pa.Ta
 
 
 def _read_files(
-    files: pa.Table, plan: Plan, duplicates: Mapping[Position, Position], done: ray.ObjectRef, ledger: Any
+    files: pa.Table, plan: Plan, duplicates: Mapping[Position, Position], done: ray.ObjectRef, census: Any
 ) -> Iterator[pa.Table]:
     keys = ray.get(done)
     preparer = _preparer(plan)
@@ -110,7 +110,7 @@ def _read_files(
         owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys, plan.config.sampling.n, found)
         while batch := list(islice(owed, PREPARE_ROWS)):
             yield preparer.prepare(batch)
-        ray.get(ledger.note.remote(fields["name"], found))
+        ray.get(census.note.remote(fields["name"], found))
 
 
 def _prepare_table(table: pa.Table, plan: Plan) -> pa.Table:

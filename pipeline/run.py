@@ -21,7 +21,7 @@ from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.ledger import Ledger
+from pipeline.census import Census
 from pipeline.plan import Plan, make_plan
 from pipeline.progress import ProgressBoard, show_progress
 from pipeline.redact import scrub
@@ -159,9 +159,9 @@ def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Calla
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
     found, written = Found(asked=job.total), 0
     if work.owed:
-        ledger = ray.remote(num_cpus=0)(Ledger).remote()
-        written = _decode_owed(job, work, ledger, run["attempt"], console, decoder)
-        found = ray.get(ledger.total.remote())
+        census = ray.remote(num_cpus=0)(Census).remote()
+        written = _decode_owed(job, work, census, run["attempt"], console, decoder)
+        found = ray.get(census.total.remote())
     totals = _settle(job, found, written)
     stale = totals.rows - found.asked
     if stale:
@@ -187,11 +187,11 @@ def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Calla
 
 
 def _decode_owed(
-    job: Job, work: Work, ledger: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
+    job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
     board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    rows = decode(read(job.scan, job.plan, work.done, ledger), job.plan, board, decoder)
+    rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
     with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):

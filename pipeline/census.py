@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipeline.scan import Found
 
 
-class Ledger:
+class Census:
     """The Ray actor's class (0 CPUs). A file that is read again, by a task that Ray repeats, counts once."""
 
     def __init__(self) -> None:
