@@ -26,24 +26,35 @@ from esp_worker.types import Completion, Request
 from pipeline.columns import comparison_columns, is_compared, margin_request, result_columns
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import RowErrorType
+from pipeline.ledger import DEATHS_ALONE, DEATHS_IN_A_ROW, Claim, Process, RowKey
 from pipeline.plan import Plan, find_checkpoint
 from pipeline.prepare import load_tokenizer
 from pipeline.progress import Tally
 from pipeline.sampling import bad_word_ids, row_sampling, row_seed
 from pipeline.schema import IDENTITY_FIELDS, output_schema
+from pipeline.turns import Turns
 
 logger = logging.getLogger(__name__)
+
+
+class ActorsDieError(RuntimeError):
+    """Processes of this job die, and no row is to blame."""
 
 
 class DecodeActor:
     """A Ray Data stage over an actor pool: rows of prepared_schema in, rows of output_schema out."""
 
-    def __init__(self, plan: Plan, board: Any = None, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> None:
-        """board: handle of a ProgressBoard actor, or None. decoder: makes what this process decodes with."""
+    def __init__(self, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> None:
+        """board: handle of a Board actor. decoder: makes what this process decodes with."""
         _log_to_stderr()
+        self._process = this_process()
+        self._board = board
+        deaths = ray.get(board.started.remote(self._process))
+        if deaths >= DEATHS_IN_A_ROW:
+            raise ActorsDieError(f"an actor's process died {deaths} times in a row without a row decoded; see the log")
         config = plan.config
         self._plan = plan
-        self._board = board
+        self._turns = Turns()
         self._method = config.decoder.method
         self._schema = output_schema(config.input.keep_columns)
         self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
@@ -51,20 +62,42 @@ class DecodeActor:
         self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
         self._decoder = decoder(plan)
         self._about = {
-            "worker": worker_name(),
+            "worker": self._process.start,
             "worker_load_s": self._decoder.load_s,
             "worker_warmup_s": self._decoder.warmup_s,
         }
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
+        rows = batch.to_pylist()
+        claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
+        records = await asyncio.gather(*(self._record(row, claim) for row in rows))
         return pa.Table.from_pylist(records, schema=self._schema)
 
-    async def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+    async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
+        """A row's output, decoded when its turn comes."""
         carried = {name: row[name] for name in self._carried} | self._about
         if row["error_type"] is not None:
-            self._report(Tally(rows=1, failed=1))
-            return carried | _failure(row["error_type"], row["error"])
+            return carried | self._failed(row["error_type"], row["error"])
+        if _key(row) in claim.condemned:
+            message = (
+                f"{row['source_file']}, row {row['row_id']}: the process that decodes it died {DEATHS_ALONE} times "
+                "with nothing beside this row; it is not tried again"
+            )
+            return carried | self._failed(RowErrorType.CRASH, message)
+        if _key(row) not in claim.suspects:
+            async with self._turns.together():
+                return carried | await self._tried(row)
+        async with self._turns.alone():
+            logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
+            await self._board.alone.remote(self._process, _key(row))
+            return carried | await self._tried(row)
+
+    def _failed(self, kind: str, message: str) -> dict[str, Any]:
+        """The columns of a row that is not decoded."""
+        self._board.add.remote(Tally(rows=1, failed=1))
+        return _failure(kind, message)
+
+    async def _tried(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
             result = await self._decoded(row)
         except ServiceClosedError:
@@ -72,12 +105,12 @@ class DecodeActor:
         except Exception as error:
             message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
             logger.warning("decoding failed: %s", message)
-            self._report(Tally(rows=1, failed=1))
-            return carried | _failure(RowErrorType.DECODE, message)
-        committed = sum(result["accept_lengths"])
-        calls = result["decode_calls"]
-        self._report(Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls))
-        return carried | result
+            result, tally = _failure(RowErrorType.DECODE, message), Tally(rows=1, failed=1)
+        else:
+            committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
+            tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
+        self._board.ended.remote(self._process, _key(row), tally)  # fire and forget
+        return result
 
     async def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
         """The columns of a row's output, and of its plain decoding where the row is compared."""
@@ -128,10 +161,6 @@ class DecodeActor:
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _report(self, done: Tally) -> None:
-        if self._board is not None:
-            self._board.add.remote(done)  # fire and forget
-
 
 def _log_to_stderr() -> None:
     """Ray brings a worker's stderr to the driver; its own logging set-up would keep our lines from it."""
@@ -147,7 +176,12 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"finish_reason": "error", "error": message, "error_type": kind}
 
 
-def worker_name() -> str:
-    """Unique per actor start: host, process, actor."""
-    actor = ray.get_runtime_context().get_actor_id() or "driver"
-    return f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}"
+def _key(row: dict[str, Any]) -> RowKey:
+    return row["row_key"], row["sample_index"]
+
+
+def this_process() -> Process:
+    """start: host, process, actor; unique for each start of an actor."""
+    context = ray.get_runtime_context()
+    actor = context.get_actor_id()
+    return Process(actor, f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}", context.get_node_id())

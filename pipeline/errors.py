@@ -22,6 +22,7 @@ class RowErrorType(StrEnum):
     TEMPLATE = "template"  # the chat template refused the messages
     PROMPT_TOO_LONG = "prompt_too_long"
     DECODE = "decode"  # the engine failed on this row
+    CRASH = "crash"  # the process died whenever it decoded this row, also with nothing beside it
 
 
 class RowError(Exception):

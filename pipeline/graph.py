@@ -15,6 +15,7 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
+from pipeline.board import start_board
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.parse import RowParser
@@ -49,7 +50,7 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
         batch_size=PREPARE_ROWS,
         num_cpus=LIGHT_CPUS,
     )
-    return decode(prepared, plan)
+    return decode(prepared, plan, start_board())
 
 
 def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
@@ -60,9 +61,7 @@ def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
 
 
-def decode(
-    prepared: Dataset, plan: Plan, board: Any = None, decoder: Callable[[Plan], Decoder] = EngineDecoder
-) -> Dataset:
+def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> Dataset:
     """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` decoders."""
     rows_per_call = -(-plan.config.engine.slots // 2)
     pool = ActorPoolStrategy(

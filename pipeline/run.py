@@ -17,13 +17,14 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
+from pipeline.board import start_board
+from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.census import Census
 from pipeline.plan import Plan, make_plan
-from pipeline.progress import ProgressBoard, show_progress
+from pipeline.progress import show_progress
 from pipeline.redact import scrub
 from pipeline.report import build_report, summarize
 from pipeline.resume import RunFolder
@@ -190,7 +191,7 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+    board = start_board()
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
