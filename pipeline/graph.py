@@ -28,6 +28,7 @@ from pipeline.source import Position, SourceFile
 CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slots: three rows in hand for each slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
+BLOCK_BYTES = 1 << 20
 
 
 def cluster_nodes() -> list[Node]:
@@ -57,6 +58,9 @@ def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
     """Rows of prepared_schema from the scanned files, a prompt's samples side by side, without those whose keys are in
     `done` (sorted uint64: one copy a node, which its readers share). census: handle of a Census, told of each file."""
     files = ray.data.from_items([asdict(file) for file in scan.files], override_num_blocks=len(scan.files))
+    # A reader hands on blocks of this size. Ray's own 128 MiB would let the decoders wait until a long file's first
+    # hundred thousand prompts are read, and every reader hold as much.
+    files.context.target_max_block_size = BLOCK_BYTES
     known = {"plan": plan, "duplicates": scan.duplicates, "done": done, "census": census}
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
 
