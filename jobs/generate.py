@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, console: Console, decoder: Callable[[Plan]
         signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
         job = check_job(config)
         if options.dry_run:
-            print("\n".join(_plan_lines(job, count_work(job))))
+            print("\n".join(_plan_lines(job, count_work(job, exactly=True))))
             return DONE
         summary = run_job(job, {"machine": machine(), "versions": versions()}, console, decoder)
     report = job.folder.place.child("report.html").uri
@@ -100,7 +100,7 @@ def _plan_lines(job: Job, work: Work) -> list[str]:
         f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
         f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
         f"{plan.threads} threads",
-        f"output    {job.folder.place.uri}: {len(work.done)} rows there, {work.owed} to do",
+        f"output    {job.folder.place.uri}: {work.finished} rows there, {work.owed} to do",
     ]
     rows = (row for file in job.scan.files for row in read_rows(file, config.input, job.scan.duplicates))
     for row in itertools.islice(rows, DRY_RUN_ROWS):

@@ -89,6 +89,12 @@ class OutputConfig(Section):
     overwrite: bool = False
 
 
+class ResumeConfig(Section):
+    """retry_errors: a resume decodes failed rows again; the new row takes the old one's place, failed or not."""
+
+    retry_errors: bool = False
+
+
 class ModelConfig(Section):
     """`path`: a hub id, a local folder, a GGUF file, or `package:NAME/FILE` inside an installed Python package."""
 
@@ -261,6 +267,7 @@ class JobConfig(Section):
 
     input: InputConfig
     output: OutputConfig
+    resume: ResumeConfig = ResumeConfig()
     model: ModelConfig
     decoder: DecoderConfig = DecoderConfig()
     sampling: SamplingConfig = SamplingConfig()

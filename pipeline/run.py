@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
 from pipeline.actor import ActorStartError
 from pipeline.board import start_board
+from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
@@ -27,12 +27,14 @@ from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
 from pipeline.plan import Plan, make_plan
 from pipeline.progress import show_progress
 from pipeline.redact import scrub
-from pipeline.report import REPORT_COLUMNS, build_report, summarize
+from pipeline.report import build_report, summarize
 from pipeline.resume import RunFolder
-from pipeline.scan import Scan, count_owed, merge_scans, scan_file
+from pipeline.scan import Found, Scan, count_owed, merge_scans, scan_file
 from pipeline.schema import output_schema
-from pipeline.sink import LostFolderError, read_attempt, read_columns, remove_doubles, shards, write_shard
+from pipeline.sink import Keys, LostFolderError, doubled, read_attempt, read_shards, remove_doubles, shards, write_shard
 from pipeline.source import list_source
+from pipeline.storage import Place
+from pipeline.totals import REPORT_COLUMNS, Totals
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -62,9 +64,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """What is left of a job: `done`, the sorted keys of rows in the folder, and how many output rows are not there."""
+    """What is left of a job. `done`, `retried`: sorted uint64 keys in Ray's object store, one copy a node: of rows that
+    stay, and of error rows that are decoded again. owed: output rows that are still to come, for people to see."""
 
-    done: np.ndarray
+    done: ray.ObjectRef
+    retried: ray.ObjectRef
+    finished: int  # len(done)
     owed: int
 
 
@@ -78,15 +83,32 @@ def check_job(config: JobConfig) -> Job:
     return Job(plan, merge_scans(files, scans, config.input), folder)
 
 
-def count_work(job: Job) -> Work:
-    """Compare the input with the rows that the folder holds."""
-    done = np.empty(0, np.uint64) if job.config.output.overwrite else job.folder.finished_keys()
-    if not len(done):
-        return Work(done, job.total)
-    known = ray.put(done)
-    n = job.config.sampling.n
-    calls = [(file, job.config.input, job.scan.duplicates, known, n) for file in job.scan.files]
-    return Work(done, sum(_on_cluster(count_owed, calls)))
+def count_work(job: Job, exactly: bool = False) -> Work:
+    """Compare the input with the rows that the folder holds.
+
+    owed is the difference of two counts, which rows in the folder that are not of this input make too small. Where that
+    leaves nothing, or exactly is set, the whole input is read for it.
+    """
+    done, retried = _known_keys(job)
+    known, finished = ray.put(done), len(done)
+    owed = job.total - finished
+    if finished and (exactly or owed <= 0):
+        n = job.config.sampling.n
+        calls = [(file, job.config.input, job.scan.duplicates, known, n) for file in job.scan.files]
+        owed = sum(_on_cluster(count_owed, calls))
+    return Work(known, ray.put(retried), finished, owed)
+
+
+def _known_keys(job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """Keys of the rows that stay, and of those that are decoded again."""
+    none = np.empty(0, np.uint64)
+    if job.config.output.overwrite:
+        return none, none
+    done = job.folder.finished_keys()
+    if not job.config.resume.retry_errors:
+        return done, none
+    failed = job.folder.failed_keys()
+    return np.delete(done, np.searchsorted(done, failed)), failed
 
 
 def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -> list[_T]:
@@ -106,60 +128,73 @@ def run_job(
     """Decode, write, account, report; returns the report's summary. about: machine and versions, for run.json.
     decoder: makes what each actor process decodes with.
 
-    Raises RunError when rows are missing at the end, or when another start of the run has taken the folder.
+    Raises RunError when rows are missing at the end, when the output place fails, or when another start of the run has
+    taken the folder.
     """
     began = time.time()
-    run = job.folder.claim(
-        {
-            "status": "running",
-            "fingerprint": job.plan.fingerprint(),
-            "config": scrub(job.plan.resolved()),
-            **about,
-            "started_at": began,
-        }
-    )
+    try:
+        run = job.folder.claim(
+            {
+                "status": "running",
+                "fingerprint": job.plan.fingerprint(),
+                "config": scrub(job.plan.resolved()),
+                **about,
+                "started_at": began,
+            }
+        )
+        try:
+            return _run_claimed(job, run, console, decoder)
+        except (RunError, OSError):
+            if read_attempt(job.folder.place) == run["attempt"]:
+                job.folder.write_run(run | {"status": "broken"})
+            raise
+    except OSError as error:
+        raise RunError(f"the output place failed: {error}; when that is mended, the same command continues") from error
+
+
+def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Callable[[Plan], Decoder]) -> dict[str, Any]:
     if job.config.output.overwrite:
         job.folder.clear()
+    job.folder.tidy()
     work = count_work(job)  # after the claim: from here on nobody else adds rows
     if not job.scan.total:
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
-    already_done = job.total - work.owed
-    stale = len(work.done) - already_done
+    found, written = Found(asked=job.total), 0
+    if work.owed:
+        census = ray.remote(num_cpus=0)(Census).remote()
+        written = _decode_owed(job, work, census, run["attempt"], console, decoder)
+        found = ray.get(census.total.remote())
+    totals = _settle(job, found, written)
+    stale = totals.rows - found.asked
     if stale:
         logger.warning(
             "%d rows in %s are not of this input (edited, removed, beyond input.limit or sampling.n); they stay",
             stale,
             job.folder.place.uri,
         )
-    try:
-        written = _decode_owed(job, work, run["attempt"], console, decoder) if work.owed else 0
-        table = _settle(job, work, written)
-    except RunError:
-        if read_attempt(job.folder.place) == run["attempt"]:
-            job.folder.write_run(run | {"status": "broken"})
-        raise
-    failed = table.num_rows - table["error_type"].null_count
     run["counts"] = {
         "input_rows": job.scan.total,
         "samples": job.config.sampling.n,
-        "already_done": already_done,
-        "rows": table.num_rows,
+        "already_done": found.asked - found.owed,
+        "rows": totals.rows,
         "not_in_input": stale,
-        "failed": failed,
+        "failed": totals.failed,
         "shards": len(shards(job.folder.data)),
     }
-    run |= {"status": "finished", "wall_s": time.time() - began}
-    summary = summarize(table, run=run)
-    job.folder.write_report(*build_report(table, run))
+    run |= {"status": "finished", "wall_s": time.time() - run["started_at"]}
+    summary = summarize(totals, run=run)
+    job.folder.write_report(*build_report(summary))
     job.folder.write_run(run)
     return summary
 
 
-def _decode_owed(job: Job, work: Work, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]) -> int:
+def _decode_owed(
+    job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
+) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
     board = start_board()
-    rows = decode(read(job.scan, job.plan, work.done), job.plan, board, decoder)
-    shards_written = write(rows, job.folder.place.uri, attempt, job.config)
+    rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
+    shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
     with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
         try:
@@ -183,24 +218,39 @@ def _why(error: Exception) -> str:
     return f"the job broke off: {reason}; when that is mended, the same command continues it"
 
 
-def _settle(job: Job, work: Work, written: int) -> pa.Table:
-    """All rows of the output, each once. Raises RunError when rows are missing."""
-    schema = output_schema(job.config.input.keep_columns)
-    if not shards(job.folder.data):
-        write_shard(job.folder.data, schema.empty_table())  # readers find the schema also where there are no rows
-    table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    if len(np.unique(table["row_key"].to_numpy())) < table.num_rows:
-        logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(job.folder.data))
-        table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    missing = max(work.owed - written, 0)  # more than owed: the input grew meanwhile
-    if missing and _breaks_off(job.scan, table):
+def _settle(job: Job, found: Found, written: int) -> Totals:
+    """Totals of all rows of the output, each once. Raises RunError when rows are missing."""
+    job.folder.put_in_retried()
+    data, schema = job.folder.data, output_schema(job.config.input.keep_columns)
+    if not shards(data):
+        write_shard(data, schema.empty_table())  # readers find the schema also where there are no rows
+    totals, twice = _count_output(data)
+    if len(twice):
+        logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(data, twice))
+        totals, _ = _count_output(data)
+    unread = job.total - found.asked  # below 0: the input grew meanwhile
+    missing = max(unread, 0) + max(found.owed - written, 0)
+    if missing and _breaks_off(job):
         logger.warning("%d rows of a Parquet file could not be read; see its error row", missing)
     elif missing:
-        raise RunError(f"{missing} of {work.owed} rows are missing; run the same command again")
-    return table
+        raise RunError(f"{missing} of {job.total} rows are missing; run the same command again")
+    return totals
 
 
-def _breaks_off(scan: Scan, table: pa.Table) -> bool:
+def _count_output(data: Place) -> tuple[Totals, np.ndarray]:
+    """Totals of all shards, one shard in memory at a time, and the keys that stand twice."""
+    totals, keys = Totals(), Keys()
+    for _, table in read_shards(data, ["row_key", *REPORT_COLUMNS]):
+        totals.add(table)
+        keys.add(table["row_key"])
+    return totals, doubled(keys.sorted())
+
+
+def _breaks_off(job: Job) -> bool:
     """Whether a Parquet file of the input ends in an error row: its footer promised more rows than it has."""
-    malformed = table.filter(pc.equal(table["error_type"], RowErrorType.MALFORMED))["source_file"].to_pylist()
-    return not {file.name for file in scan.files if file.format == "parquet"}.isdisjoint(malformed)
+    names = {file.name for file in job.scan.files if file.format == "parquet"}
+    for _, table in read_shards(job.folder.data, ["error_type", "source_file"]):
+        malformed = table.filter(pc.equal(table["error_type"], RowErrorType.MALFORMED))["source_file"]
+        if not names.isdisjoint(malformed.to_pylist()):
+            return True
+    return False
