@@ -5,13 +5,14 @@ It runs on the driver's node, whose end is the job's end anyway.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.ledger import Claim, Ledger, Process, RowKey
+from pipeline.nodes import alive_nodes
 from pipeline.progress import Tally
 
 
@@ -26,7 +27,7 @@ class Board:
 
     def __init__(self) -> None:
         self._total = Tally()
-        self._ledger = Ledger(_alive_nodes)
+        self._ledger = Ledger(alive_nodes)
 
     def started(self, process: Process) -> int:
         return self._ledger.started(process)
@@ -48,9 +49,5 @@ class Board:
     def total(self) -> Tally:
         return self._total
 
-    def homeless(self) -> int:
+    def homeless(self) -> list[str]:
         return self._ledger.homeless()
-
-
-def _alive_nodes() -> Collection[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -66,10 +67,12 @@ def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
 
 
 def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> Dataset:
-    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` decoders."""
+    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
+    decoders."""
     rows_per_call = -(-plan.config.engine.slots // 2)
     pool = ActorPoolStrategy(
-        size=plan.config.cluster.actors,
+        min_size=plan.config.cluster.least,
+        max_size=plan.config.cluster.actors,
         max_tasks_in_flight_per_actor=CALLS_PER_ACTOR + 2,
         max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
     )
@@ -82,7 +85,13 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
         batch_size=rows_per_call,
         num_cpus=plan.num_cpus,
         num_gpus=plan.num_gpus or None,
+        ray_remote_args_fn=_name,
     )
+
+
+def _name() -> dict[str, str]:
+    """By its name the driver finds an actor that Ray Data started (pipeline.nodes)."""
+    return {"name": f"decode-{uuid.uuid4().hex}"}
 
 
 def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef) -> Dataset:
