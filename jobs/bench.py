@@ -37,8 +37,8 @@ from esp_worker.types import Completion, Request, SamplingParams
 from jobs import bench_step
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
 from jobs.runtime import machine, versions
-from pipeline.actor import make_drafters
 from pipeline.config import AUTO, DecoderConfig, parse_decoder
+from pipeline.decoder import make_drafters
 from pipeline.errors import ConfigError
 from pipeline.prepare import load_tokenizer
 

@@ -28,8 +28,8 @@ from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
 from esp_worker.types import Request, SamplingParams
 from jobs.ceiling import machine_line
-from pipeline.actor import make_drafters
 from pipeline.config import parse_decoder
+from pipeline.decoder import make_drafters
 
 WARM_UP = 3
 PROFILED = 7  # steps; apart from those that are timed, as watching costs time too

@@ -14,17 +14,20 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
 
 from jobs.runtime import machine, ray_cluster, set_up_logging, versions
 from pipeline.config import JobConfig, load_config
+from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
+from pipeline.plan import Plan
 from pipeline.redact import scrub_text
-from pipeline.run import Job, RunError, Work, check_job, count_work, run_job
+from pipeline.run import Job, RunError, Work, check_job, count_work, finish_job
 from pipeline.source import read_rows
 
 logger = logging.getLogger("espstream")
@@ -33,13 +36,13 @@ DONE, BROKEN, BAD_CONFIG, TOO_MANY_ERRORS, INTERRUPTED = 0, 1, 2, 3, 130
 DRY_RUN_ROWS = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> int:
     options = _parse(arguments)
     console = set_up_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt must not fail on an ASCII terminal
     try:
-        return _run(options, console)
+        return _run(options, console, decoder)
     except ConfigError as error:
         return _end(BAD_CONFIG, str(error))
     except RunError as error:
@@ -48,25 +51,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(INTERRUPTED, "interrupted; shards that were written stay, and the same command continues")
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def _run(options: argparse.Namespace, console: Console, decoder: Callable[[Plan], Decoder]) -> int:
     config = load_config(options.config, _overrides(options))
     if options.print_config:
         print(scrub_text(config.dump_yaml()), end="")
         return DONE
-    with ray_cluster():
-        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
+    with interruptible() as listen, ray_cluster():
+        listen()  # Ray has set its own
         job = check_job(config)
         if options.dry_run:
-            print("\n".join(_plan_lines(job, count_work(job))))
+            print("\n".join(_plan_lines(job, count_work(job, exactly=True))))
             return DONE
-        summary = run_job(job, {"machine": machine(), "versions": versions()}, console)
+        summary = finish_job(job, {"machine": machine(), "versions": versions()}, console, decoder)
     report = job.folder.place.child("report.html").uri
     print("\n".join([*summary_lines(summary), f"{'report':<13}  {report}"]))
     return _verdict(config, summary["rows"]["failed"], summary["rows"]["total"])
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """The first Ctrl-C or SIGTERM ends the body, later ones are ignored, so that what it started is put away.
+
+    Yields what makes it so again where something in the body has set handlers of its own.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupt(*_: object) -> NoReturn:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        for number in before:
+            signal.signal(number, interrupt)
+
+    listen()
+    try:
+        yield listen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(code: int, message: str) -> int:
@@ -98,7 +122,7 @@ def _plan_lines(job: Job, work: Work) -> list[str]:
         f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
         f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
         f"{plan.threads} threads",
-        f"output    {job.folder.place.uri}: {len(work.done)} rows there, {work.owed} to do",
+        f"output    {job.folder.place.uri}: {work.finished} rows there, {work.owed} to do",
     ]
     rows = (row for file in job.scan.files for row in read_rows(file, config.input, job.scan.duplicates))
     for row in itertools.islice(rows, DRY_RUN_ROWS):

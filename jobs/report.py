@@ -7,6 +7,7 @@ Needs no Ray and no model. Exit codes: 0 done; 2 OUT is no run's folder or canno
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -14,10 +15,12 @@ from jobs.runtime import set_up_logging
 from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
 from pipeline.redact import scrub_text
-from pipeline.report import REPORT_COLUMNS, build_report, summarize
+from pipeline.report import build_report, summarize
 from pipeline.resume import RunFolder
-from pipeline.schema import output_schema
-from pipeline.sink import read_columns, shards
+from pipeline.run import count_output
+from pipeline.sink import shards
+
+logger = logging.getLogger("espstream")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +46,12 @@ def rebuild(uri: str) -> list[str]:
         raise ConfigError(f"{folder.place.uri} has no run.json: it is no run's output folder")
     if not shards(folder.data):
         raise ConfigError(f"{folder.data.uri} holds no shards yet; there is nothing to count")
-    schema = output_schema(run["config"]["input"]["keep_columns"])
-    table = read_columns(folder.data, REPORT_COLUMNS, schema)
-    folder.write_report(*build_report(table, run))
-    return [*summary_lines(summarize(table, run=run)), f"{'report':<13}  {folder.place.child('report.html').uri}"]
+    totals, twice = count_output(folder.data)
+    if len(twice):
+        logger.warning("%d rows stand twice; the job's own command takes them out", len(twice))
+    summary = summarize(totals, run=run)
+    folder.write_report(*build_report(summary))
+    return [*summary_lines(summary), f"{'report':<13}  {folder.place.child('report.html').uri}"]
 
 
 if __name__ == "__main__":

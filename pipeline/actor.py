@@ -1,6 +1,6 @@
-"""The engine actor: one warm engine, several Ray batches at once. The only file that knows both Ray and the decoder.
+"""The decoding stage as Ray runs it: one warm decoder a process, several Ray batches at once.
 
-A batch's rows go to the engine's queue together and come back as they end, so slots stay full across batches. Rows
+A batch's rows go to the decoder's queue together and come back as they end, so slots stay full across batches. Rows
 picked for comparison are decoded a second time by plain decoding, in the same engine's other lane, never in one step
 with the method's rows.
 """
@@ -11,142 +11,150 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import ray
-import torch
-import xxhash
 
-from esp_worker.accel import accelerate
-from esp_worker.budget import MAX_ROWS, AutoBudget
-from esp_worker.calibrate import cost_key, step_cost
-from esp_worker.checkpoint import resolve
-from esp_worker.cost import StepCost
-from esp_worker.drafters.base import Drafter
-from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.none import NoDrafter
-from esp_worker.drafters.probe import ProbeDrafter
-from esp_worker.engine import Engine
-from esp_worker.memory import cache_budget
-from esp_worker.model import CausalModel, load_model
-from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
-from esp_worker.types import Completion, Request, SamplingParams, TokenLogprobs
-from pipeline.config import DecoderConfig
+from esp_worker.types import Completion, Request
+from pipeline.columns import comparison_columns, is_compared, margin_request, result_columns
+from pipeline.decoder import ROW_ERRORS, Decoder, EngineDecoder
 from pipeline.errors import RowErrorType, failure_line
+from pipeline.ledger import DEATHS_ALONE, DEATHS_IN_A_ROW, Claim, Process, RowKey
 from pipeline.metrics import ActorMetrics
-from pipeline.plan import Plan
+from pipeline.plan import Plan, find_checkpoint
 from pipeline.prepare import load_tokenizer
 from pipeline.progress import Tally
 from pipeline.sampling import bad_word_ids, row_sampling, row_seed
 from pipeline.schema import IDENTITY_FIELDS, output_schema
+from pipeline.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-WARMUP_TOKENS = 8
+
+class ActorStartError(RuntimeError):
+    """This job's actors cannot start or cannot live, and no row is to blame. One line; ends the job."""
 
 
 class DecodeActor:
     """A Ray Data stage over an actor pool: rows of prepared_schema in, rows of output_schema out."""
 
-    def __init__(self, plan: Plan, board: Any = None) -> None:
-        """Loads the model and warms the engine. board: handle of a ProgressBoard actor, or None."""
-        began = time.perf_counter()
+    def __init__(self, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> None:
+        """board: handle of a Board actor. decoder: makes what this process decodes with."""
         _log_to_stderr()
-        torch.set_num_threads(plan.threads)
-        checkpoint = resolve(plan.config.model.path, plan.config.model.revision)
-        if checkpoint.identity != plan.model_identity:
-            raise RuntimeError(
-                f"this node's files of {plan.config.model.path} ({checkpoint.identity}) are not the driver's "
-                f"({plan.model_identity}); all nodes must see the same model"
+        self._process = this_process()
+        self._board = board
+        deaths = ray.get(board.started.remote(self._process))
+        if deaths >= DEATHS_IN_A_ROW:
+            raise ActorStartError(
+                f"actors die: the process of one was killed {deaths} times in a row and decoded no row in between, the "
+                f"last time on {socket.gethostname()} (out of memory, a crash in a driver?)"
             )
         config = plan.config
-        trust = config.model.trust_remote_code
         self._plan = plan
-        self._board = board
-        self._schema = output_schema(config.input.keep_columns)
-        self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
-        self._tokenizer = load_tokenizer(checkpoint.folder, trust)
-        self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
-        model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
-        kernels = accelerate(model) if config.engine.kernels == "auto" else "stock kernels"
-        key = cost_key(model, checkpoint.identity, kernels)
+        self._turns = Turns()
         self._method = config.decoder.method
         self._metrics = ActorMetrics(self._method)
-        engine = config.engine
-        self._engine = Engine(
-            model,
-            make_drafters(config.decoder, model, lambda: step_cost(model, key, engine.slots, plan.max_length)),
-            slots=engine.slots,
-            max_length=plan.max_length,
-            prefill_tokens=engine.prefill_tokens,
-            prefix_reuse=engine.prefix_reuse,
-            cache_bytes=_cache_bytes(plan, model),
-        )
-        loaded = time.perf_counter()
-        self._warm_up(model)
-        self._service = EngineService(self._engine)
+        self._schema = output_schema(config.input.keep_columns)
+        self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
+        self._tokenizer = load_tokenizer(find_checkpoint(config).folder, config.model.trust_remote_code)
+        self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
+        self._decoder = _started(decoder, plan)
         self._about = {
-            "worker": worker_name(),
-            "worker_load_s": loaded - began,
-            "worker_warmup_s": time.perf_counter() - loaded,
+            "worker": self._process.start,
+            "worker_load_s": self._decoder.load_s,
+            "worker_warmup_s": self._decoder.warmup_s,
         }
-        logger.info("engine ready: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
-        logger.info(self._engine.memory_plan)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._metrics.in_hand(batch.num_rows):
-            records = await asyncio.gather(*(self._row(row) for row in batch.to_pylist()))
+        rows = batch.to_pylist()
+        claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
+        with self._metrics.in_hand(len(rows)):
+            records = await asyncio.gather(*(self._record(row, claim) for row in rows))
         return pa.Table.from_pylist(records, schema=self._schema)
 
-    def _warm_up(self, model: CausalModel) -> None:
-        """A few steps of every lane, so that allocation and kernel choice are not charged to the first row."""
-        prompt = tuple(token % model.vocab_size for token in range(1, 9))
-        tokens = min(WARMUP_TOKENS, self._plan.max_length - len(prompt))
-        if tokens < 1:
-            return
-        request = Request("warm-up", prompt, SamplingParams(max_new_tokens=tokens))
-        for method in self._engine.methods:
-            for _ in self._engine.generate([request], method):
-                pass
-
-    async def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+    async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
+        """A row's output, decoded when its turn comes."""
         carried = {name: row[name] for name in self._carried} | self._about
         if row["error_type"] is not None:
-            self._report_failure(row, row["error_type"], row["logged"])
-            return carried | _failure(row["error_type"], row["error"])
-        compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
+            self._tell_failure(row, row["error_type"], row["logged"])
+            return carried | self._failed(row["error_type"], row["error"])
+        if _key(row) in claim.condemned:
+            message = (
+                f"{row['source_file']}, row {row['row_id']}: the process that decodes it died {DEATHS_ALONE} times "
+                "with nothing beside this row; it is not tried again"
+            )
+            self._tell_failure(row, RowErrorType.CRASH, message)
+            return carried | self._failed(RowErrorType.CRASH, message)
+        if _key(row) not in claim.suspects:
+            async with self._turns.together():
+                return carried | await self._tried(row)
+        async with self._turns.alone():
+            logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
+            await self._board.alone.remote(self._process, _key(row))
+            return carried | await self._tried(row)
+
+    def _failed(self, kind: str, message: str) -> dict[str, Any]:
+        """The columns of a row that is not decoded."""
+        self._board.add.remote(Tally(rows=1, failed=1))
+        return _failure(kind, message)
+
+    def _tell_failure(self, row: dict[str, Any], kind: str, message: str) -> None:
+        logger.warning(failure_line(row["source_file"], row["row_id"], kind, message))
+        self._metrics.failed(kind)
+
+    async def _tried(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
-            request = self._request(row)
-            decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
-            if compared:
-                decodings.append(self._decode(request, NoDrafter.name))
-            done = await asyncio.gather(*decodings)
-            result = self._result(*done[0])
-            result |= {"seed": request.sampling.seed, "prompt_tokens": len(request.prompt_ids)}
-            if compared:
-                result |= await self._comparison(request, done[0][0], *done[1])
-        except ServiceClosedError:
-            raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
+            result = await self._decoded(row)
         except Exception as error:
+            if not isinstance(error, ROW_ERRORS) and await self._is_broken():
+                _end_process(error)
             message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
-            self._report_failure(row, RowErrorType.DECODE, message)
-            return carried | _failure(RowErrorType.DECODE, message)
-        committed = sum(result["accept_lengths"])
-        calls = result["decode_calls"]
-        self._metrics.done(result)
-        self._report(Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls))
-        return carried | result
+            self._tell_failure(row, RowErrorType.DECODE, message)
+            result, tally = _failure(RowErrorType.DECODE, message), Tally(rows=1, failed=1)
+        else:
+            committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
+            tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
+            self._metrics.done(result)
+        self._board.ended.remote(self._process, _key(row), tally)  # fire and forget
+        return result
+
+    async def _is_broken(self) -> bool:
+        try:
+            await asyncio.wrap_future(self._decoder.probe())
+        except Exception as error:
+            logger.error("the engine does not decode its warm-up request any more: %s: %s", type(error).__name__, error)
+            return True
+        return False
+
+    async def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a row's output, and of its plain decoding where the row is compared."""
+        compared = self._method != NoDrafter.name and is_compared(row["row_key"], self._plan.config.compare.fraction)
+        request = self._request(row)
+        decodings = [self._decode(request, self._method)]  # the method first: its lane runs before the comparison's
+        if compared:
+            decodings.append(self._decode(request, NoDrafter.name))
+        done = await asyncio.gather(*decodings)
+        completion, finished = done[0]
+        text = completion.stop.text if completion.stop else self._text(completion.token_ids)
+        result = result_columns(completion, finished, self._method, text)
+        result |= {"seed": request.sampling.seed, "prompt_tokens": len(request.prompt_ids)}
+        if compared:
+            plain, plain_finished = done[1]
+            asked = margin_request(request, completion, plain)
+            best_two = None if asked is None else (await self._decode(asked, NoDrafter.name))[0]
+            result |= comparison_columns(completion, plain, plain_finished, best_two)
+        return result
 
     def _decode(self, request: Request, method: str) -> Awaitable[tuple[Completion, datetime]]:
         """Queue a request now; the result is its completion and when it ended."""
         ended: list[datetime] = []
-        future = self._service.submit(request, method)
+        future = self._decoder.submit(request, method)
         future.add_done_callback(lambda _: ended.append(datetime.now(UTC)))  # on the engine's thread, at once
 
         async def wait() -> tuple[Completion, datetime]:
@@ -173,58 +181,24 @@ class DecodeActor:
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _result(self, completion: Completion, finished: datetime) -> dict[str, Any]:
-        stats = completion.stats
-        return {
-            "text": completion.stop.text if completion.stop else self._text(completion.token_ids),
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop and completion.stop.reason,
-            **logprob_columns(completion.logprobs),
-            "output_tokens": len(completion.token_ids),
-            "decode_calls": stats.decode_calls,
-            "plain_steps": stats.plain_steps,
-            "prefill_calls": stats.prefill_calls,
-            "prefill_tokens": stats.prefill_tokens,
-            "cached_tokens": stats.cached_tokens,
-            "rows_computed": stats.rows_computed,
-            "accept_lengths": stats.accept_lengths,
-            "tau": stats.tau,
-            "drafted_tokens": stats.drafted_tokens,
-            "accepted_tokens": stats.accepted_tokens,
-            "method": self._method,
-            "latency_s": completion.latency_s,
-            "engine_s": stats.engine_s,
-            "mean_batch": stats.mean_batch,
-            "finished_at": finished,
-        }
 
-    async def _comparison(
-        self, request: Request, method: Completion, plain: Completion, finished: datetime
-    ) -> dict[str, Any]:
-        """Columns that set a row beside its plain decoding."""
-        divergence = first_divergence(method.token_ids, plain.token_ids)
-        asked = margin_request(request, method, plain)
-        return {
-            "ar_decode_calls": plain.stats.decode_calls,
-            "ar_latency_s": plain.latency_s,
-            "ar_finished_at": finished,
-            "ar_engine_s": plain.stats.engine_s,
-            "ar_mean_batch": plain.stats.mean_batch,
-            "ar_output_tokens": len(plain.token_ids),
-            "exact_match": divergence is None,
-            "first_divergence": divergence,
-            "divergence_margin": None if asked is None else margin((await self._decode(asked, NoDrafter.name))[0]),
-        }
+def _started(decoder: Callable[[Plan], Decoder], plan: Plan) -> Decoder:
+    try:
+        return decoder(plan)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ActorStartError(
+            f"an actor could not start on {socket.gethostname()} with model.path {plan.config.model.path}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
-    def _report_failure(self, row: dict[str, Any], kind: str, message: str) -> None:
-        logger.warning(failure_line(row["source_file"], row["row_id"], kind, message))
-        self._metrics.failed(kind)
-        self._report(Tally(rows=1, failed=1))
 
-    def _report(self, done: Tally) -> None:
-        if self._board is not None:
-            self._board.add.remote(done)  # fire and forget
+def _end_process(error: Exception) -> NoReturn:
+    """A new process is all that helps a broken device (CUDA's errors stay), and it helps every other engine too. Ray
+    starts it, with the rows that were in hand."""
+    logger.critical("the engine is broken; its process starts again", exc_info=error)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _log_to_stderr() -> None:
@@ -237,95 +211,16 @@ def _log_to_stderr() -> None:
             package.propagate = False
 
 
-def _cache_bytes(plan: Plan, model: CausalModel) -> int:
-    """engine.cache_gib, or this actor's part of what its device has free.
-
-    On a CPU as if all actors were on one machine: which share one is Ray's business, and not known here.
-    """
-    wanted = plan.config.engine.cache_gib
-    if wanted is not None:
-        return int(wanted * 2**30)
-    shared_gpu = round(1 / plan.num_gpus) if 0 < plan.num_gpus < 1 else 1
-    return cache_budget(model.device, engines=plan.config.cluster.actors if plan.device == "cpu" else shared_gpu)
-
-
 def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"finish_reason": "error", "error": message, "error_type": kind}
 
 
-def logprob_columns(logprobs: tuple[TokenLogprobs, ...] | None) -> dict[str, Any]:
-    if logprobs is None:
-        return {"logprobs": None, "top_logprobs": None}
-    tops = [[{"token_id": token, "logprob": logprob} for token, logprob in at.top] for at in logprobs]
-    return {"logprobs": [at.logprob for at in logprobs], "top_logprobs": tops}
+def _key(row: dict[str, Any]) -> RowKey:
+    return row["row_key"], row["sample_index"]
 
 
-def margin_request(request: Request, method: Completion, plain: Completion) -> Request | None:
-    """What plain decoding is asked for where two outputs first differ: its two best tokens there, from one prefill.
-
-    None where there is no such position: equal outputs; an output that only goes on where the other has been cut or
-    has ended (the tokens that led there are not known); draws and edited logits, whose best token is not the model's.
-    """
-    at = first_divergence(method.token_ids, plain.token_ids)
-    greedy = request.sampling.temperature == 0 and not request.sampling.edits_logits
-    if at is None or at >= min(len(method.token_ids), len(plain.token_ids)) or not greedy:
-        return None
-    best_two = SamplingParams(max_new_tokens=1, logprobs=2)
-    return Request(request.request_id, (*request.prompt_ids, *plain.token_ids[:at]), best_two)
-
-
-def margin(best_two: Completion) -> float:
-    """How near a tie was: the difference of the two best log-probabilities."""
-    assert best_two.logprobs is not None
-    (_, best), (_, second) = best_two.logprobs[0].top
-    return best - second
-
-
-def first_divergence(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
-    """First position at which two outputs differ (a shorter one differs at its end); None where they are equal."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def is_compared(row_key: int, fraction: float) -> bool:
-    """Whether a row is in the sample that plain decoding decodes too; the key decides, so a resume picks the same."""
-    return xxhash.xxh3_64_intdigest(row_key.to_bytes(8, "big")) < fraction * 2**64
-
-
-def worker_name() -> str:
-    """Unique per actor start: host, process, actor."""
-    actor = ray.get_runtime_context().get_actor_id() or "driver"
-    return f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}"
-
-
-def make_drafters(
-    config: DecoderConfig, model: CausalModel, step_cost: Callable[[], StepCost] | None = None
-) -> list[Drafter]:
-    """The engine's lanes: the configured method first, plain decoding beside it.
-
-    step_cost: what steps cost here, asked for where block_complexity is auto.
-    """
-    if config.method == NoDrafter.name:
-        return [NoDrafter()]
-    rows = config.block_complexity
-    assert rows is not None
-    widest = (config.masks + 1) * MAX_ROWS  # leaves a node for every row but the root: the budget deals out the probes
-    probe = ProbeDrafter(
-        model.embed,
-        masks=config.masks,
-        block_complexity=widest if rows == "auto" else rows,
-        tree=config.tree,
-        branches=config.branches,
-        probe_owners=config.owner_count,
-        prune=config.prune,
-        ema=config.ema,
-        init=config.init,
-        init_offset=config.init_offset,
-        impl=config.impl,
-        table=model.embedding_moments,
-    )
-    if rows != "auto":
-        return [probe, NoDrafter()]
-    assert step_cost is not None, "auto needs the costs of steps"
-    return [BudgetedDrafter(probe, AutoBudget(step_cost(), config.masks)), NoDrafter()]
+def this_process() -> Process:
+    """start: host, process, actor; unique for each start of an actor."""
+    context = ray.get_runtime_context()
+    start = f"{socket.gethostname()}-{os.getpid()}-{context.get_actor_id()[:12]}"
+    return Process(context.get_actor_name(), start, context.get_node_id())

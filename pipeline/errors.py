@@ -23,6 +23,7 @@ class RowErrorType(StrEnum):
     TEMPLATE = "template"  # the chat template or input.prompt_template refused the row
     PROMPT_TOO_LONG = "prompt_too_long"
     DECODE = "decode"  # the engine failed on this row
+    CRASH = "crash"  # the process died whenever it decoded this row, also with nothing beside it
 
 
 def failure_line(source_file: str, row_id: str, error_type: str, message: str) -> str:

@@ -5,28 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
+from pipeline.board import start_board
 from pipeline.config import JobConfig
+from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.parse import RowParser
 from pipeline.plan import Node, Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
-from pipeline.scan import Scan, owed_rows
+from pipeline.scan import Found, Scan, owed_rows
 from pipeline.sink import write_batch
-from pipeline.source import Position, SourceFile
+from pipeline.source import Position, Repeat, SourceFile
 
 CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slots: three rows in hand for each slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
+BLOCK_BYTES = 1 << 20
 
 
 def cluster_nodes() -> list[Node]:
@@ -49,58 +52,77 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
         batch_size=PREPARE_ROWS,
         num_cpus=LIGHT_CPUS,
     )
-    return decode(prepared, plan)
+    return decode(prepared, plan, start_board())
 
 
-def read(scan: Scan, plan: Plan, done: np.ndarray) -> Dataset:
+def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
     """Rows of prepared_schema from the scanned files, a prompt's samples side by side, without those whose keys are in
-    `done` (sorted uint64)."""
+    `done` (sorted uint64: one copy a node, which its readers share). census: handle of a Census, told of each file."""
     files = ray.data.from_items([asdict(file) for file in scan.files], override_num_blocks=len(scan.files))
-    known = {"plan": plan, "duplicates": scan.duplicates, "done": ray.put(done) if len(done) else None}
+    # A reader hands on blocks of this size. Ray's own 128 MiB would let the decoders wait until a long file's first
+    # hundred thousand prompts are read, and every reader hold as much.
+    files.context.target_max_block_size = BLOCK_BYTES
+    known = {"plan": plan, "duplicates": scan.duplicates, "done": done, "census": census}
     return files.map_batches(_read_files, fn_kwargs=known, batch_format="pyarrow", batch_size=1, num_cpus=LIGHT_CPUS)
 
 
-def decode(prepared: Dataset, plan: Plan, board: Any = None) -> Dataset:
-    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` engines."""
+def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> Dataset:
+    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
+    decoders."""
     rows_per_call = -(-plan.config.engine.slots // 2)
     pool = ActorPoolStrategy(
-        size=plan.config.cluster.actors,
+        min_size=plan.config.cluster.least,
+        max_size=plan.config.cluster.actors,
         max_tasks_in_flight_per_actor=CALLS_PER_ACTOR + 2,
         max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
     )
     # Small blocks: the block is Ray's unit of loss, and one big block would keep one actor busy and the others idle.
     return prepared.repartition(target_num_rows_per_block=rows_per_call).map_batches(
         DecodeActor,
-        fn_constructor_args=(plan, board),
+        fn_constructor_args=(plan, board, decoder),
         compute=pool,
         batch_format="pyarrow",
         batch_size=rows_per_call,
         num_cpus=plan.num_cpus,
         num_gpus=plan.num_gpus or None,
+        ray_remote_args_fn=_name,
     )
 
 
-def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig) -> Dataset:
-    """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out."""
+def _name() -> dict[str, str]:
+    """By its name the driver finds an actor that Ray Data started (pipeline.nodes)."""
+    return {"name": f"decode-{uuid.uuid4().hex}"}
+
+
+def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef) -> Dataset:
+    """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out. retried: as in
+    sink.write_batch."""
     exact = rows.repartition(target_num_rows_per_block=config.output.rows_per_file, strict=True)
+    where = {"folder_uri": folder_uri, "attempt": attempt, "keep_columns": config.input.keep_columns}
     return exact.map_batches(
-        write_batch,
-        fn_kwargs={"folder_uri": folder_uri, "attempt": attempt, "keep_columns": config.input.keep_columns},
+        _write_batch,
+        fn_kwargs={"retried": retried, **where},
         batch_format="pyarrow",
         batch_size=None,
         num_cpus=LIGHT_CPUS,
     )
 
 
+def _write_batch(table: pa.Table, retried: ray.ObjectRef, **where: Any) -> pa.Table:
+    return write_batch(table, retried=ray.get(retried), **where)
+
+
 def _read_files(
-    files: pa.Table, plan: Plan, duplicates: Mapping[Position, Position], done: ray.ObjectRef | None
+    files: pa.Table, plan: Plan, duplicates: Mapping[Position, Repeat], done: ray.ObjectRef, census: Any
 ) -> Iterator[pa.Table]:
-    keys = np.empty(0, np.uint64) if done is None else ray.get(done)
+    keys = ray.get(done)
     preparer = _preparer(plan)
     for fields in files.to_pylist():
-        owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys, plan.config.sampling.n)
+        found = Found()
+        owed = owed_rows(SourceFile(**fields), plan.config.input, duplicates, keys, plan.config.sampling.n, found)
         while batch := list(islice(owed, PREPARE_ROWS)):
             yield preparer.prepare(batch)
+        ray.get(census.note.remote(fields["name"], found))
 
 
 def _prepare_table(table: pa.Table, plan: Plan) -> pa.Table:

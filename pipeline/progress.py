@@ -1,4 +1,4 @@
-"""What the run has done so far: actors report to one small Ray actor, the driver polls it.
+"""What the run has done so far: actors report to pipeline.board, the driver polls it.
 
 Counts here are for people watching; the report's figures come from the output's rows. A lost message costs nothing
 but a late number.
@@ -36,19 +36,6 @@ class Tally:
     def add(self, other: Tally) -> None:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-
-class ProgressBoard:
-    """The Ray actor's class (0 CPUs): adds up what engine actors report."""
-
-    def __init__(self) -> None:
-        self._total = Tally()
-
-    def add(self, tally: Tally) -> None:
-        self._total.add(tally)
-
-    def total(self) -> Tally:
-        return self._total
 
 
 @dataclass(frozen=True)

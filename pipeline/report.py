@@ -23,43 +23,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from pipeline.figures import (
-    count_true,
-    counts,
-    is_done,
-    length_counts,
-    mean_batch,
-    number,
-    percentiles,
-    ratio,
-    reduction,
-    setting,
-    tokens_after_first,
-    total,
-)
+from pipeline.figures import by_frequency, number, ratio, reduction, setting
 from pipeline.page import render_html
 from pipeline.redact import scrub, scrub_text
 from pipeline.times import times
+from pipeline.totals import MethodTotals, SideTotals, Totals, Values
 
 REPORT_VERSION = 1
-MAX_ERRORS = 20
-MAX_DIVERGENCES = 10
 MAX_MESSAGE = 500  # characters of an error message
 OCCUPANCY_TOLERANCE = 1.2  # the sides' mean batches may differ by this factor before the report says so
-
-REPORT_COLUMNS = [
-    *("row_id", "source_file", "row_index", "sample_index", "finish_reason", "error", "error_type"),
-    *("prompt_tokens", "prefill_tokens", "cached_tokens", "output_tokens"),
-    *("decode_calls", "plain_steps", "prefill_calls", "rows_computed", "accept_lengths"),
-    *("drafted_tokens", "accepted_tokens", "method", "latency_s", "engine_s", "mean_batch"),
-    *("finished_at", "worker", "worker_load_s", "worker_warmup_s"),
-    *("ar_decode_calls", "ar_latency_s", "ar_finished_at", "ar_engine_s", "ar_mean_batch", "ar_output_tokens"),
-    *("exact_match", "first_divergence", "divergence_margin"),
-]
 
 CPU_NOTE = "CPU ratio: measured on a CPU, where a step's cost grows with its rows; it says nothing about a GPU."
 HALF_NOTE = "16-bit: near-ties may flip; exact match is reported, not promised."
@@ -68,25 +40,20 @@ AUTO_NOTE = "dtype auto: the checkpoint's own; exact match is expected in float3
 RUN_KEYS = ("status", "fingerprint", "config", "versions", "machine", "counts", "wall_s")
 
 
-def build_report(table: pa.Table, run: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def build_report(summary: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """The bytes of `report.json` and `report.html`."""
-    summary = summarize(table, run=run)
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode("utf-8", "backslashreplace"), render_html(summary).encode("utf-8", "backslashreplace")
 
 
-def summarize(table: pa.Table, *, run: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures of a run. `table` holds at least REPORT_COLUMNS; `run` is run.json's content (any key may be absent).
+def summarize(totals: Totals, *, run: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures of a run. `run` is run.json's content (any key may be absent).
 
     Keys: report_version, run (scrubbed), device ("cpu", "cuda" or None), dtype, rows, tokens, method, latency_s,
     comparison, time, cost, errors. The result holds plain JSON values only.
     """
     record = scrub({key: run[key] for key in RUN_KEYS if run.get(key) is not None})
-    table = table.select(REPORT_COLUMNS)
-    done = table.filter(is_done(table))
-    compared = done.filter(pc.is_valid(done["exact_match"]))
-    tokens = {"prompt": total(done, "prompt_tokens"), "output": total(done, "output_tokens")}
-    time = times(table, tokens, record)
+    time = times(totals.spans, totals.tokens, record)
     price = number(setting(record, "cost", "device_hour_usd"))
     device, dtype = _device(record), setting(record, "model", "dtype")
     return {
@@ -94,65 +61,68 @@ def summarize(table: pa.Table, *, run: Mapping[str, Any]) -> dict[str, Any]:
         "run": record,
         "device": device,
         "dtype": dtype,
-        "rows": _rows(table, done, compared),
-        "tokens": tokens,
-        "method": _method(done, record),
-        "latency_s": percentiles(done["latency_s"]),
-        "comparison": _comparison(compared, price, device, dtype),
+        "rows": _rows(totals),
+        "tokens": dict(totals.tokens),
+        "method": _method(totals, record),
+        "latency_s": _percentiles(totals.latency),
+        "comparison": _comparison(totals, price, device, dtype),
         "time": time,
-        "cost": _cost(price, time["allocated_device_s"], tokens["output"]),
-        "errors": _errors(table),
+        "cost": _cost(price, time["allocated_device_s"], totals.tokens["output"]),
+        "errors": _errors(totals),
     }
 
 
 # Counting
 
 
-def _rows(table: pa.Table, done: pa.Table, compared: pa.Table) -> dict[str, Any]:
-    failed = table.num_rows - done.num_rows
+def _rows(totals: Totals) -> dict[str, Any]:
     return {
-        "total": table.num_rows,
-        "done": done.num_rows,
-        "failed": failed,
-        "failed_share": ratio(failed, table.num_rows),
-        "compared": compared.num_rows,
-        "by_finish_reason": counts(table["finish_reason"]),
-        "by_error_type": counts(table["error_type"]),
+        "total": totals.rows,
+        "done": totals.done,
+        "failed": totals.failed,
+        "failed_share": ratio(totals.failed, totals.rows),
+        "compared": totals.compared.rows,
+        "by_finish_reason": by_frequency(totals.finish_reasons),
+        "by_error_type": by_frequency(totals.error_types),
     }
 
 
-def _method(done: pa.Table, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures over all done rows of the run's method."""
-    methods = counts(done["method"])
-    name = next(iter(methods), None) or setting(record, "decoder", "method")
-    rows = done.filter(pc.fill_null(pc.equal(done["method"], pa.scalar(name, pa.string())), False))
-    calls, lengths = total(rows, "decode_calls"), length_counts(rows["accept_lengths"])
+def _method(totals: Totals, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures over all done rows of the run's method: the most rows' one, where resumes changed it."""
+    methods = by_frequency({name: method.rows for name, method in totals.methods.items()})
+    name = next(iter(methods), None)
+    rows = MethodTotals() if name is None else totals.methods[name]
+    name = name or setting(record, "decoder", "method")
+    sums, lengths = rows.sums, dict(sorted(rows.lengths.items()))
+    calls, computed, cached = sums["decode_calls"], sums["prefill_tokens"], sums["cached_tokens"]
     tau = ratio(sum(length * count for length, count in lengths.items()), calls)
-    computed, cached = total(rows, "prefill_tokens"), total(rows, "cached_tokens")
-    drafted, accepted = total(rows, "drafted_tokens"), total(rows, "accepted_tokens")
     return {
         "name": name,
-        "rows": rows.num_rows,
-        "output_tokens": total(rows, "output_tokens"),
-        "prefill_calls": total(rows, "prefill_calls"),
+        "rows": rows.rows,
+        "output_tokens": sums["output_tokens"],
+        "prefill_calls": sums["prefill_calls"],
         "prefill_tokens": computed,
         "cached_tokens": cached,
         "prefix_hit_rate": ratio(cached, computed + cached),
         "decode_calls": calls,
-        "decode_calls_per_token": ratio(calls, tokens_after_first(rows, "output_tokens")),
+        "decode_calls_per_token": ratio(calls, rows.tokens_after_first),
         "tau": tau,
         "call_reduction": 1 - 1 / tau if tau else None,
-        "rows_per_call": ratio(total(rows, "rows_computed"), calls),
-        "plain_call_share": ratio(total(rows, "plain_steps"), calls),
-        "drafted_tokens": drafted,
-        "accepted_tokens": accepted,
-        "draft_acceptance_rate": ratio(accepted, drafted),
+        "rows_per_call": ratio(sums["rows_computed"], calls),
+        "plain_call_share": ratio(sums["plain_steps"], calls),
+        "drafted_tokens": sums["drafted_tokens"],
+        "accepted_tokens": sums["accepted_tokens"],
+        "draft_acceptance_rate": ratio(sums["accepted_tokens"], sums["drafted_tokens"]),
         "acceptance_by_depth": _acceptance_by_depth(lengths, _mask_count(name, record)),
         "accept_length_counts": [{"length": length, "calls": count} for length, count in lengths.items()],
-        "engine_s": total(rows, "engine_s"),
-        "tokens_per_s": ratio(total(rows, "output_tokens"), total(rows, "engine_s")),
-        "mean_batch": mean_batch(rows, ""),
+        "engine_s": sums["engine_s"],
+        "tokens_per_s": ratio(sums["output_tokens"], sums["engine_s"]),
+        "mean_batch": rows.mean_batch,
     }
+
+
+def _percentiles(values: Values) -> dict[str, float | None]:
+    return dict(zip(("p50", "p95", "p99"), values.percentiles(50, 95, 99), strict=True))
 
 
 def _mask_count(method: str | None, record: Mapping[str, Any]) -> int:
@@ -167,15 +137,11 @@ def _acceptance_by_depth(lengths: Mapping[int, int], masks: int) -> list[dict[st
     return [{"depth": depth, "calls": n, "share": ratio(n, calls)} for depth, n in enumerate(reached, start=1)]
 
 
-def _errors(table: pa.Table) -> list[dict[str, Any]]:
+def _errors(totals: Totals) -> list[dict[str, Any]]:
     """The first error rows in input order."""
-    failed = table.filter(pc.invert(is_done(table))).select(
-        ["row_id", "error_type", "error", "source_file", "row_index", "sample_index"]
-    )
-    order = [(name, "ascending") for name in ("source_file", "row_index", "sample_index")]
     return [
         {"row_id": scrub_text(row["row_id"]), "error_type": row["error_type"], "error": _message(row["error"])}
-        for row in failed.sort_by(order).slice(0, MAX_ERRORS).to_pylist()
+        for row in totals.errors.to_pylist()
     ]
 
 
@@ -187,61 +153,49 @@ def _message(text: str | None) -> str:
 # Comparison with plain decoding
 
 
-def _comparison(compared: pa.Table, price: float | None, device: str | None, dtype: str | None) -> dict[str, Any]:
+def _comparison(totals: Totals, price: float | None, device: str | None, dtype: str | None) -> dict[str, Any]:
     """Both methods on the compared rows alone, and what follows from them."""
-    esp, ar = _side(compared, "", price), _side(compared, "ar_", price)
+    esp, ar, rows = _side(totals.compared, price), _side(totals.plain, price), totals.compared.rows
     result = {
-        "rows": compared.num_rows,
+        "rows": rows,
         "esp": esp,
         "ar": ar,
-        "exact_match": _exact_match(compared),
-        "first_divergence": _divergences(compared),
+        "exact_match": {"count": totals.equal, "of": rows, "rate": ratio(totals.equal, rows)},
+        "first_divergence": _divergences(totals),
         "speed_up": ratio(esp["tokens_per_s"], ar["tokens_per_s"]),
         "call_reduction": reduction(esp["decode_calls_per_token"], ar["decode_calls_per_token"]),
         "length_ratio": ratio(esp["output_tokens"], ar["output_tokens"]),
     }
-    return {**result, "notes": list(_notes(result, device, dtype)) if compared.num_rows else []}
+    return {**result, "notes": list(_notes(result, device, dtype)) if rows else []}
 
 
-def _side(compared: pa.Table, prefix: str, price: float | None) -> dict[str, Any]:
-    """One method's figures; its columns are named with `prefix`."""
-    tokens, engine_s = total(compared, prefix + "output_tokens"), total(compared, prefix + "engine_s")
-    calls, after_first = (
-        total(compared, prefix + "decode_calls"),
-        tokens_after_first(compared, prefix + "output_tokens"),
-    )
+def _side(rows: SideTotals, price: float | None) -> dict[str, Any]:
+    """One method's figures."""
+    tokens, calls, engine_s = rows.sums["output_tokens"], rows.sums["decode_calls"], rows.sums["engine_s"]
     return {
-        "rows": compared.num_rows,
+        "rows": rows.rows,
         "output_tokens": tokens,
         "decode_calls": calls,
-        "decode_calls_per_token": ratio(calls, after_first),
-        "tau": ratio(after_first, calls),
+        "decode_calls_per_token": ratio(calls, rows.tokens_after_first),
+        "tau": ratio(rows.tokens_after_first, calls),
         "engine_s": engine_s,
         "tokens_per_s": ratio(tokens, engine_s),
-        "mean_batch": mean_batch(compared, prefix),
-        "latency_s": percentiles(compared[prefix + "latency_s"]),
+        "mean_batch": rows.mean_batch,
+        "latency_s": _percentiles(rows.latency),
         "usd_per_1m_tokens": _usd_per_1m(price, engine_s, tokens),
     }
 
 
-def _exact_match(compared: pa.Table) -> dict[str, Any]:
-    count = count_true(compared["exact_match"])
-    return {"count": count, "of": compared.num_rows, "rate": ratio(count, compared.num_rows)}
-
-
-def _divergences(compared: pa.Table) -> dict[str, Any]:
+def _divergences(totals: Totals) -> dict[str, Any]:
     """Rows that differ, the earliest difference first. Positions are 0-based among the output tokens; a margin is None
-    where it is not known (actor.margin_request says where that is)."""
-    columns = ["row_id", "sample_index", "first_divergence", "divergence_margin"]
-    differing = compared.filter(pc.invert(compared["exact_match"])).select(columns)
-    order = [(name, "ascending") for name in ("first_divergence", "row_id", "sample_index")]
-    first = differing.sort_by(order).slice(0, MAX_DIVERGENCES).to_pylist()
-    margins = differing["divergence_margin"].drop_null()
+    where it is not known (columns.margin_request says where that is)."""
+    first = totals.divergences.to_pylist()
+    median, largest = totals.margins.percentiles(50, 100)
     return {
-        "min": pc.min(differing["first_divergence"]).as_py(),
-        "margins": len(margins),
-        "margin_median": float(np.median(margins.to_numpy())) if len(margins) else None,
-        "margin_max": pc.max(margins).as_py(),
+        "min": first[0]["first_divergence"] if first else None,
+        "margins": len(totals.margins),
+        "margin_median": median,
+        "margin_max": largest,
         "rows": [
             {
                 "row_id": scrub_text(row["row_id"]),

@@ -2,11 +2,15 @@
 
 run.json binds a folder to a fingerprint of everything that changes its rows. The same fingerprint continues: rows whose
 keys are in the shards are not decoded again. Another one is refused, with the difference shown.
+
+A key is 64 bits and stands for its row, so two rows that shared one would be taken for one, and the second never be
+decoded. For n rows the odds that any two do are n^2 / 2^65: 1.1e-5 at 20 million, 2.7 % at a billion.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -15,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.config import OutputConfig
 from pipeline.errors import ConfigError
 from pipeline.plan import difference
-from pipeline.sink import DATA_FOLDER, RUN_FILE, shards
+from pipeline.sink import DATA_FOLDER, RETRIED_FOLDER, RUN_FILE, Keys, doubled, is_shard, put_in, read_shards, shards
 from pipeline.storage import Place, open_place
+
+logger = logging.getLogger(__name__)
 
 REPORT_FILES = ("report.json", "report.html")
 
@@ -32,6 +37,7 @@ class RunFolder:
     def __init__(self, uri: str) -> None:
         self.place = open_place(uri)
         self.data = self.place.child(DATA_FOLDER)
+        self.retried = self.place.child(RETRIED_FOLDER)
 
     def read_run(self) -> dict[str, Any] | None:
         """run.json, None where there is none. Raises ConfigError when it is no JSON object with a fingerprint."""
@@ -94,17 +100,44 @@ class RunFolder:
 
     def clear(self) -> None:
         """Delete the shards and reports, after a claim (an earlier start's writers are locked out by then)."""
-        for file in [*shards(self.data), *map(self.place.child, REPORT_FILES)]:
-            if file.exists():
-                file.delete()
+        reports = [file for file in map(self.place.child, REPORT_FILES) if file.exists()]
+        for file in [*shards(self.data), *shards(self.retried), *reports]:
+            file.delete()
+
+    def tidy(self) -> None:
+        """Finish what a killed start left half done, after a claim: its unfinished files go, and rows that it had
+        decoded again take the places of their error rows."""
+        left = sum(folder.sweep(_is_ours) for folder in (self.place, self.data, self.retried))
+        if left:
+            logger.info("%d unfinished files of an earlier, killed start deleted", left)
+        self.put_in_retried()
+
+    def put_in_retried(self) -> None:
+        exchanged = put_in(self.place)
+        if exchanged:
+            logger.info("%d error rows exchanged for the rows that were decoded again", exchanged)
 
     def finished_keys(self) -> np.ndarray:
-        """Sorted row keys (uint64) of all rows in the shards; reads that column only."""
-        columns = []
-        for shard in shards(self.data):
-            with shard.open_input() as stream:
-                columns.append(pq.read_table(stream, columns=["row_key"])["row_key"].to_numpy())
-        return np.unique(np.concatenate(columns)) if columns else np.empty(0, np.uint64)
+        """Sorted row keys (uint64), each once, of all rows in the shards; reads that column only.
+
+        Memory: 8 bytes a row, and one more for a moment.
+        """
+        keys = Keys()
+        for _, table in read_shards(self.data, ["row_key"]):
+            keys.add(table["row_key"])
+        found = keys.sorted()
+        return np.unique(found) if len(doubled(found)) else found
+
+    def failed_keys(self) -> np.ndarray:
+        """Those of the error rows alone."""
+        keys = Keys()
+        for _, table in read_shards(self.data, ["row_key", "error_type"]):
+            keys.add(table.filter(table["error_type"].is_valid())["row_key"])
+        return np.unique(keys.sorted())
+
+
+def _is_ours(name: str) -> bool:
+    return is_shard(name) or name in (RUN_FILE, *REPORT_FILES)
 
 
 def check_writable(place: Place) -> None:

@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
+from pipeline.actor import ActorStartError
+from pipeline.board import start_board
+from pipeline.census import Census
 from pipeline.config import JobConfig
-from pipeline.errors import ConfigError, RowErrorType
+from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.errors import ConfigError
 from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.plan import Plan, make_plan
-from pipeline.progress import ProgressBoard, show_progress
+from pipeline.nodes import alive_nodes, end_homeless
+from pipeline.plan import Plan, continued, make_plan
+from pipeline.progress import show_progress
 from pipeline.redact import scrub
-from pipeline.report import REPORT_COLUMNS, build_report, summarize
+from pipeline.report import build_report, summarize
 from pipeline.resume import RunFolder
-from pipeline.scan import Scan, count_owed, merge_scans, scan_file
+from pipeline.scan import Found, Scan, count_owed, merge_scans, scan_file
 from pipeline.schema import output_schema
-from pipeline.sink import LostFolderError, read_attempt, read_columns, remove_doubles, shards, write_shard
+from pipeline.sink import Keys, LostFolderError, doubled, read_attempt, read_shards, remove_doubles, shards, write_shard
 from pipeline.source import list_source
+from pipeline.storage import Place
+from pipeline.totals import REPORT_COLUMNS, Totals
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,6 +42,10 @@ _T = TypeVar("_T")
 
 class RunError(RuntimeError):
     """The job ended without all of its rows (exit code 1); resuming it continues."""
+
+
+class LostNodesError(RunError):
+    """It ended so because nodes went away; the remaining ones may do the rest."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """What is left of a job: `done`, the sorted keys of rows in the folder, and how many output rows are not there."""
+    """What is left of a job. `done`, `retried`: sorted uint64 keys in Ray's object store, one copy a node: of rows that
+    stay, and of error rows that are decoded again. owed: output rows that are still to come, for people to see."""
 
-    done: np.ndarray
+    done: ray.ObjectRef
+    retried: ray.ObjectRef
+    finished: int  # len(done)
     owed: int
 
 
@@ -75,15 +87,32 @@ def check_job(config: JobConfig) -> Job:
     return Job(plan, merge_scans(files, scans, config.input, config.ids), folder)
 
 
-def count_work(job: Job) -> Work:
-    """Compare the input with the rows that the folder holds."""
-    done = np.empty(0, np.uint64) if job.config.output.overwrite else job.folder.finished_keys()
-    if not len(done):
-        return Work(done, job.total)
-    known = ray.put(done)
-    n = job.config.sampling.n
-    calls = [(file, job.config.input, job.scan.duplicates, known, n) for file in job.scan.files]
-    return Work(done, sum(_on_cluster(count_owed, calls)))
+def count_work(job: Job, exactly: bool = False) -> Work:
+    """Compare the input with the rows that the folder holds.
+
+    owed is the difference of two counts, which rows in the folder that are not of this input make too small. Where that
+    leaves nothing, or exactly is set, the whole input is read for it.
+    """
+    done, retried = _known_keys(job)
+    known, finished = ray.put(done), len(done)
+    owed = job.total - finished
+    if finished and (exactly or owed <= 0):
+        n = job.config.sampling.n
+        calls = [(file, job.config.input, job.scan.duplicates, known, n) for file in job.scan.files]
+        owed = sum(_on_cluster(count_owed, calls))
+    return Work(known, ray.put(retried), finished, owed)
+
+
+def _known_keys(job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """Keys of the rows that stay, and of those that are decoded again."""
+    none = np.empty(0, np.uint64)
+    if job.config.output.overwrite:
+        return none, none
+    done = job.folder.finished_keys()
+    if not job.config.resume.retry_errors:
+        return done, none
+    failed = job.folder.failed_keys()
+    return np.delete(done, np.searchsorted(done, failed)), failed
 
 
 def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -> list[_T]:
@@ -97,101 +126,140 @@ def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -
         raise
 
 
-def run_job(job: Job, about: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Decode, write, account, report; returns the report's summary. about: machine and versions, for run.json.
+def finish_job(
+    job: Job, about: Mapping[str, Any], console: Console, decoder: Callable[[Plan], Decoder] = EngineDecoder
+) -> dict[str, Any]:
+    """run_job, and again on the nodes that are left whenever some went away. Raises RunError, and ConfigError where
+    they cannot hold an actor."""
+    while True:
+        try:
+            return run_job(job, about, console, decoder)
+        except LostNodesError as error:
+            logger.warning("%s; going on with the nodes that are left", error)
+        job = check_job(continued(job.plan, cluster_nodes()))
 
-    Raises RunError when rows are missing at the end, or when another start of the run has taken the folder.
+
+def run_job(
+    job: Job, about: Mapping[str, Any], console: Console, decoder: Callable[[Plan], Decoder] = EngineDecoder
+) -> dict[str, Any]:
+    """Decode, write, account, report; returns the report's summary. about: machine and versions, for run.json.
+    decoder: makes what each actor process decodes with.
+
+    Raises RunError when rows are missing at the end, when the output place fails, or when another start of the run has
+    taken the folder.
     """
     began = time.time()
-    run = job.folder.claim(
-        {
-            "status": "running",
-            "fingerprint": job.plan.fingerprint(),
-            "config": scrub(job.plan.resolved()),
-            **about,
-            "started_at": began,
-        }
-    )
+    try:
+        run = job.folder.claim(
+            {
+                "status": "running",
+                "fingerprint": job.plan.fingerprint(),
+                "config": scrub(job.plan.resolved()),
+                **about,
+                "started_at": began,
+            }
+        )
+        try:
+            return _run_claimed(job, run, console, decoder)
+        except (RunError, OSError, KeyboardInterrupt) as error:
+            if read_attempt(job.folder.place) == run["attempt"]:
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
+                job.folder.write_run(run | {"status": status})
+            raise
+    except OSError as error:
+        raise RunError(f"the output place failed: {error}; when that is mended, the same command continues") from error
+
+
+def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Callable[[Plan], Decoder]) -> dict[str, Any]:
     if job.config.output.overwrite:
         job.folder.clear()
+    job.folder.tidy()
     work = count_work(job)  # after the claim: from here on nobody else adds rows
     if not job.scan.total:
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
-    already_done = job.total - work.owed
-    stale = len(work.done) - already_done
+    found, written = Found(asked=job.total), 0
+    if work.owed:
+        census = ray.remote(num_cpus=0)(Census).remote()
+        written = _decode_owed(job, work, census, run["attempt"], console, decoder)
+        found = ray.get(census.total.remote())
+    totals = _settle(job, found, written)
+    stale = totals.rows - found.asked
     if stale:
         logger.warning(
             "%d rows in %s are not of this input (edited, removed, beyond input.limit or sampling.n); they stay",
             stale,
             job.folder.place.uri,
         )
-    try:
-        written = _decode_owed(job, work, run["attempt"], console) if work.owed else 0
-        table = _settle(job, work, written)
-    except RunError:
-        if read_attempt(job.folder.place) == run["attempt"]:
-            job.folder.write_run(run | {"status": "broken"})
-        raise
-    failed = table.num_rows - table["error_type"].null_count
     run["counts"] = {
         "input_rows": job.scan.total,
         "samples": job.config.sampling.n,
-        "already_done": already_done,
-        "rows": table.num_rows,
+        "already_done": found.asked - found.owed,
+        "rows": totals.rows,
         "not_in_input": stale,
-        "failed": failed,
+        "failed": totals.failed,
         "shards": len(shards(job.folder.data)),
     }
-    run |= {"status": "finished", "wall_s": time.time() - began}
-    summary = summarize(table, run=run)
-    job.folder.write_report(*build_report(table, run))
+    run |= {"status": "finished", "wall_s": time.time() - run["started_at"]}
+    summary = summarize(totals, run=run)
+    job.folder.write_report(*build_report(summary))
     job.folder.write_run(run)
     return summary
 
 
-def _decode_owed(job: Job, work: Work, attempt: str, console: Console) -> int:
+def _decode_owed(
+    job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
+) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    rows = decode(read(job.scan, job.plan, work.done), job.plan, board)
-    shards_written = write(rows, job.folder.place.uri, attempt, job.config)
+    board, nodes = start_board(), alive_nodes()
+    rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
+    shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
-    with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+    with end_homeless(board), show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
         try:
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
         except ray.exceptions.RayError as error:
+            lost = nodes - alive_nodes()
+            if lost:
+                raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
             raise RunError(_why(error)) from error
     return written
 
 
 def _why(error: Exception) -> str:
-    """One line for a job that Ray ended: the first exception of the remote traceback, and what to do."""
+    """One line for a job that Ray ended: this project's own words or the first exception of the remote traceback, and
+    what to do."""
     raised = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Interrupt)): (.+)$", str(error), flags=re.MULTILINE)
+    own = dict(raised)
+    if LostFolderError.__name__ in own:
+        return own[LostFolderError.__name__]
     kind, message = raised[0] if raised else (type(error).__name__, str(error).strip().partition("\n")[0])
-    if kind == LostFolderError.__name__:
-        return message
-    return f"the job broke off: {kind}: {message}; when that is mended, the same command continues it"
+    reason = own.get(ActorStartError.__name__, f"{kind}: {message}")
+    return f"the job broke off: {reason}; when that is mended, the same command continues it"
 
 
-def _settle(job: Job, work: Work, written: int) -> pa.Table:
-    """All rows of the output, each once. Raises RunError when rows are missing."""
-    schema = output_schema(job.config.input.keep_columns)
-    if not shards(job.folder.data):
-        write_shard(job.folder.data, schema.empty_table())  # readers find the schema also where there are no rows
-    table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    if len(np.unique(table["row_key"].to_numpy())) < table.num_rows:
-        logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(job.folder.data))
-        table = read_columns(job.folder.data, ["row_key", *REPORT_COLUMNS], schema)
-    missing = max(work.owed - written, 0)  # more than owed: the input grew meanwhile
-    if missing and _breaks_off(job.scan, table):
-        logger.warning("%d rows of a Parquet file could not be read; see its error row", missing)
-    elif missing:
-        raise RunError(f"{missing} of {work.owed} rows are missing; run the same command again")
-    return table
+def _settle(job: Job, found: Found, written: int) -> Totals:
+    """Totals of all rows of the output, each once. Raises RunError when rows are missing."""
+    job.folder.put_in_retried()
+    data, schema = job.folder.data, output_schema(job.config.input.keep_columns)
+    if not shards(data):
+        write_shard(data, schema.empty_table())  # readers find the schema also where there are no rows
+    totals, twice = count_output(data)
+    if len(twice):
+        logger.warning("an earlier, killed start wrote to its last; %d rows taken out", remove_doubles(data, twice))
+        totals, _ = count_output(data)
+    unread = job.total - found.asked  # below 0: the input grew meanwhile
+    missing = max(unread, 0) + max(found.owed - written, 0)
+    if missing:
+        raise RunError(f"{missing} of {job.total} rows are missing; run the same command again")
+    return totals
 
 
-def _breaks_off(scan: Scan, table: pa.Table) -> bool:
-    """Whether a Parquet file of the input ends in an error row: its footer promised more rows than it has."""
-    malformed = table.filter(pc.equal(table["error_type"], RowErrorType.MALFORMED))["source_file"].to_pylist()
-    return not {file.name for file in scan.files if file.format == "parquet"}.isdisjoint(malformed)
+def count_output(data: Place) -> tuple[Totals, np.ndarray]:
+    """Totals of all shards, one shard in memory at a time, and the keys that stand twice."""
+    totals, keys = Totals(), Keys()
+    for _, table in read_shards(data, ["row_key", *REPORT_COLUMNS]):
+        totals.add(table)
+        keys.add(table["row_key"])
+    return totals, doubled(keys.sorted())

@@ -58,12 +58,32 @@ def scan(files: Sequence[SourceFile], config: InputConfig, ids: IdsConfig | None
     return merge_scans(files[: len(scans)], scans, config, ids)
 
 
+@dataclass
+class Found:
+    """What reading came upon. asked: output rows that the input asks for; owed: those that were not done."""
+
+    asked: int = 0
+    owed: int = 0
+
+
 def owed_rows(
-    file: SourceFile, config: InputConfig, duplicates: Mapping[Position, Repeat], done: np.ndarray, n: int
+    file: SourceFile,
+    config: InputConfig,
+    duplicates: Mapping[Position, Repeat],
+    done: np.ndarray,
+    n: int,
+    found: Found | None = None,
 ) -> Iterator[ParsedRow]:
-    """The file's rows with those of their samples 0..n-1 whose keys are not in `done` (sorted uint64), if any."""
+    """The file's rows with those of their samples 0..n-1 whose keys are not in `done` (sorted uint64), if any.
+
+    Counts what it reads in `found`.
+    """
+    found = found or Found()
+    every = tuple(range(n))
     for row in read_rows(file, config, duplicates):
-        samples = tuple(sample for sample in range(n) if not _holds(done, sample_key(row.row_key, sample)))
+        samples = tuple(i for i in every if not _holds(done, sample_key(row.row_key, i))) if len(done) else every
+        found.asked += n
+        found.owed += len(samples)
         if samples:
             yield replace(row, samples=samples)
 

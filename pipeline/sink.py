@@ -3,6 +3,11 @@
 A shard's name is a digest of the keys of its rows, so a write that is tried again replaces exactly its own shard and
 can never touch another's. A killed driver's tasks may outlive it for seconds: each start of a run claims the folder
 with a new attempt in run.json, and a writer of an older attempt refuses to write.
+
+Error rows that are decoded again (resume.retry_errors) wait in RETRIED_FOLDER, in shards of their own. `put_in` gives
+each its place: a shard with its error rows exchanged has the same keys, so the same name, and one atomic replacement
+takes the old rows away and brings the new ones. A kill leaves each row once in DATA_FOLDER at every moment, the old or
+the new one, and what waits is put in by the next start.
 """
 
 from __future__ import annotations
@@ -10,8 +15,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -20,7 +29,10 @@ from pipeline.schema import output_schema
 from pipeline.storage import Place, open_place
 
 DATA_FOLDER = "data"
+RETRIED_FOLDER = "_retried"  # readers pass over such names
 RUN_FILE = "run.json"
+PUT_IN_SHARDS = 32  # waiting shards held in memory at a time
+STORE_READERS = 8  # shards of a store read at a time, since each is a wait; a disk gains nothing from a second one
 _SHARD_NAME = re.compile(r"part-[0-9a-f]{32}\.parquet")
 
 WRITTEN_SCHEMA = pa.schema([("shard", pa.string()), ("rows", pa.int64()), ("failed", pa.int64())])
@@ -48,16 +60,30 @@ class LostFolderError(RuntimeError):
     """Another start of a run has claimed the output folder; this one must not write to it any more."""
 
 
-def write_batch(table: pa.Table, folder_uri: str, attempt: str, keep_columns: Mapping[str, str]) -> pa.Table:
-    """A Ray Data stage: output rows in, one row of WRITTEN_SCHEMA per shard out. Raises LostFolderError."""
+def write_batch(
+    table: pa.Table, folder_uri: str, attempt: str, keep_columns: Mapping[str, str], retried: np.ndarray
+) -> pa.Table:
+    """A Ray Data stage: output rows in, one row of WRITTEN_SCHEMA per shard out. Raises LostFolderError.
+
+    retried: keys (sorted uint64) of the rows that stand in the folder as errors; theirs are shards that wait.
+    """
     folder = open_place(folder_uri)
     if read_attempt(folder) != attempt:
         raise LostFolderError(f"{folder.uri} was claimed by a later start of the run; this one stops")
     schema = output_schema(keep_columns)
     table = table.select(schema.names).cast(schema)
-    name = write_shard(folder.child(DATA_FOLDER), table)
-    failed = table.num_rows - table["error_type"].null_count
-    return pa.table({"shard": [name], "rows": [table.num_rows], "failed": [failed]}, schema=WRITTEN_SCHEMA)
+    waits = among(retried, table["row_key"].to_numpy())
+    parts = {DATA_FOLDER: table.filter(pa.array(~waits)), RETRIED_FOLDER: table.filter(pa.array(waits))}
+    receipts = [
+        {
+            "shard": write_shard(folder.child(name), rows),
+            "rows": rows.num_rows,
+            "failed": rows.num_rows - rows["error_type"].null_count,
+        }
+        for name, rows in parts.items()
+        if rows.num_rows
+    ]
+    return pa.Table.from_pylist(receipts, schema=WRITTEN_SCHEMA)
 
 
 def read_attempt(folder: Place) -> str | None:
@@ -66,35 +92,115 @@ def read_attempt(folder: Place) -> str | None:
     return json.loads(file.read_bytes()).get("attempt") if file.exists() else None
 
 
-def remove_doubles(data: Place) -> int:
+def put_in(folder: Place) -> int:
+    """Exchange error rows for the rows that wait in RETRIED_FOLDER; how many. What waits is deleted last.
+
+    Only error rows are exchanged, so doing it again, or after a late writer's second answer, changes nothing.
+    """
+    data, waiting = folder.child(DATA_FOLDER), shards(folder.child(RETRIED_FOLDER))
+    exchanged = 0
+    for start in range(0, len(waiting), PUT_IN_SHARDS):
+        group = waiting[start : start + PUT_IN_SHARDS]
+        exchanged += _exchange(data, pa.concat_tables([_read(shard) for shard in group]))
+        for shard in group:
+            shard.delete()
+    return exchanged
+
+
+def _exchange(data: Place, fresh: pa.Table) -> int:
+    keys, first = np.unique(fresh["row_key"].to_numpy(), return_index=True)
+    fresh = fresh.take(first)  # in order of their keys
+    exchanged = 0
+    for shard, heads in read_shards(data, ["row_key", "error_type"]):
+        old = heads["error_type"].is_valid().to_numpy() & among(keys, heads["row_key"].to_numpy())
+        if not old.any():
+            continue
+        table = _read(shard)
+        new = fresh.take(np.searchsorted(keys, table["row_key"].to_numpy()[old]))
+        write_shard(data, pa.concat_tables([table.filter(pa.array(~old)), new]))
+        exchanged += new.num_rows
+    return exchanged
+
+
+def remove_doubles(data: Place, doubled: np.ndarray) -> int:
     """Rewrite shards so that each (row_key, sample_index) stands once; how many rows were taken out.
 
-    Needed only where a writer of an older attempt passed the check just before the folder was claimed. A shard's
-    remaining rows are written before the shard goes, so a kill in between loses nothing.
+    doubled: the keys (sorted uint64) that stand more than once. Needed only where a writer of an older attempt passed
+    the check just before the folder was claimed. A shard's remaining rows are written before the shard goes, so a kill
+    in between loses nothing.
     """
     seen: set[tuple[int, int]] = set()
     removed = 0
-    for shard in shards(data):
-        table = pq.read_table(pa.BufferReader(shard.read_bytes()))
-        keys = list(zip(table["row_key"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
-        fresh = [key not in seen for key in keys]
-        seen.update(keys)
-        if all(fresh):
+    for shard, heads in read_shards(data, ["row_key", "sample_index"]):
+        keys = heads["row_key"].to_numpy()
+        stays = ~among(doubled, keys)
+        for at in np.flatnonzero(~stays):
+            key = (int(keys[at]), heads["sample_index"][at].as_py())
+            stays[at] = key not in seen
+            seen.add(key)
+        if stays.all():
             continue
-        removed += fresh.count(False)
-        if any(fresh):
-            write_shard(data, table.filter(pa.array(fresh)))
+        removed += int((~stays).sum())
+        if stays.any():
+            write_shard(data, _read(shard).filter(pa.array(stays)))
         shard.delete()
     return removed
 
 
-def shards(data: Place) -> list[Place]:
-    """The shards of an output folder, by their names: nothing else in it is this project's."""
-    return [file for file in data.list_files() if _SHARD_NAME.fullmatch(file.name)]
+def shards(folder: Place) -> list[Place]:
+    """The shards in a folder, by their names: nothing else in it is this project's."""
+    return [file for file in folder.list_files() if is_shard(file.name)]
 
 
-def read_columns(data: Place, columns: list[str], schema: pa.Schema) -> pa.Table:
-    """Some columns of all shards, as one table (empty, with its schema, when there is no shard)."""
-    tables = [pq.read_table(pa.BufferReader(shard.read_bytes()), columns=columns) for shard in shards(data)]
-    wanted = pa.schema([schema.field(name) for name in columns])
-    return pa.concat_tables([table.select(columns).cast(wanted) for table in tables] or [wanted.empty_table()])
+def is_shard(name: str) -> bool:
+    return _SHARD_NAME.fullmatch(name) is not None
+
+
+def read_shards(folder: Place, columns: Sequence[str]) -> Iterator[tuple[Place, pa.Table]]:
+    """Each shard with some of its columns, in order of name, with a few read ahead where they come from a store."""
+    readers = 1 if folder.is_local else STORE_READERS
+    ahead: deque[tuple[Place, Future[pa.Table]]] = deque()
+    with ThreadPoolExecutor(readers) as pool:
+        for shard in shards(folder):
+            ahead.append((shard, pool.submit(_read, shard, columns)))
+            if len(ahead) > 2 * readers:
+                done, table = ahead.popleft()
+                yield done, table.result()
+        for done, table in ahead:
+            yield done, table.result()
+
+
+def _read(shard: Place, columns: Sequence[str] | None = None) -> pa.Table:
+    with shard.open_input() as stream:
+        return pq.ParquetFile(stream).read(columns, use_threads=False)
+
+
+class Keys:
+    """Row keys, gathered shard by shard: 8 bytes each, in one block that grows without a second copy."""
+
+    def __init__(self) -> None:
+        self._keys = array("Q")
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        self._keys.frombytes(column.to_numpy().tobytes())
+
+    def sorted(self) -> np.ndarray:
+        """Those gathered so far, uint64, equal ones side by side. A view; nothing can be added while it lives."""
+        if not self._keys:
+            return np.empty(0, np.uint64)
+        keys = np.frombuffer(self._keys, np.uint64)
+        keys.sort()
+        return keys
+
+
+def doubled(keys: np.ndarray) -> np.ndarray:
+    """The values that stand more than once in a sorted array, once each."""
+    return np.unique(keys[1:][keys[1:] == keys[:-1]])
+
+
+def among(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """bool for each of `wanted`: whether it is in `keys`, which is sorted."""
+    if not len(keys):
+        return np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.asarray(keys[at] == wanted)

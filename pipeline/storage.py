@@ -41,6 +41,7 @@ _DENIED = re.compile(
     "ACCESS_DENIED|HTTP status 40[13]|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT"
 )
 _MAGIC = re.compile(r"[*?\[]")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
 class StorageError(OSError):
@@ -100,6 +101,18 @@ class Place:
         """Remove the file; an absent one is fine (a try whose answer was lost may have removed it)."""
         with contextlib.suppress(FileNotFoundError):
             _with_retries(lambda: self.fs.delete_file(self.path))
+
+    def sweep(self, is_ours: Callable[[str], bool]) -> int:
+        """Remove what killed writers left of this folder's files: how many. is_ours: by a file's name.
+
+        Locally `write_atomic`'s temporary files, whose names nobody else's have; on S3 unfinished uploads of our names.
+        """
+        if not self.is_local:
+            return _abort_uploads(self.path, is_ours)
+        left = [file for file in self.list_files() if _TEMPORARY.fullmatch(file.name)]
+        for file in left:
+            file.delete()
+        return len(left)
 
     def open_input(self) -> io.BufferedReader:
         """The file as a seekable binary stream of its raw bytes; reads are retried.
@@ -220,9 +233,13 @@ def _open_s3(uri: str) -> Place:
         )
     if not bucket:
         raise ConfigError(f"{uri}: expected s3://bucket/key")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return Place(_s3_fs(endpoint, region), path, S3 + path)
+    return Place(_s3_fs(*_endpoint()), path, S3 + path)
+
+
+def _endpoint() -> tuple[str, str | None]:
+    """The S3 endpoint's URL ("": Amazon's) and region that the environment names."""
+    url = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return url, os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
 @functools.cache
@@ -261,6 +278,26 @@ def _write_object(fs: pafs.FileSystem, path: str, data: bytes) -> None:
     # compression=None: pyarrow would otherwise compress by the name's suffix.
     with fs.open_output_stream(path, compression=None) as stream:
         stream.write(data)
+
+
+def _abort_uploads(folder: str, is_ours: Callable[[str], bool]) -> int:
+    """pyarrow cannot list uploads. A store or a role that does not allow it keeps them, which costs space alone."""
+    import s3fs
+
+    bucket, _, prefix = folder.partition("/")
+    url, region = _endpoint()
+    store = s3fs.S3FileSystem(endpoint_url=url or None, client_kwargs={"region_name": region})
+    aborted = 0
+    try:
+        found = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        for upload in found.get("Uploads", []):
+            parent, _, name = upload["Key"].rpartition("/")
+            if parent == prefix and is_ours(name):
+                store.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                aborted += 1
+    except OSError as error:  # s3fs gives botocore's errors as these
+        logger.warning("storage: unfinished uploads below s3://%s stay where they are: %s", folder, error)
+    return aborted
 
 
 class _RetryingReader(io.RawIOBase):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from pipeline.figures import number, ratio
 
 
-def times(table: pa.Table, tokens: Mapping[str, int], record: Mapping[str, Any]) -> dict[str, Any]:
+def times(workers: WorkerSpans, tokens: Mapping[str, int], record: Mapping[str, Any]) -> dict[str, Any]:
     """Load, warm-up, steady and tail time. steady_s: time in which at least one worker was between its first row's
     start and its last row's end; gap_s: time between sessions; tail_s: from the end of the last session's first idle
     worker to the session's end."""
-    spans = _worker_spans(table)
+    spans = workers.by_name()
     sessions = _sessions([(span["start_us"], span["end_us"]) for span in spans])
     steady_s = sum(end - start for start, end in sessions) / 1e6 if sessions else None
     worker_s = [_seconds(span["end_us"] - span["start_us"]) for span in spans]
@@ -45,9 +45,32 @@ def times(table: pa.Table, tokens: Mapping[str, int], record: Mapping[str, Any])
     }
 
 
-def _worker_spans(table: pa.Table) -> list[dict[str, Any]]:
-    """One entry a worker, by name. Times in whole microseconds since 1970: decoding starts at its end - its latency;
-    a compared row spans both of its decodings."""
+class WorkerSpans:
+    """One entry a worker, added up table by table. Times in whole microseconds since 1970: decoding starts at its
+    end - its latency; a compared row spans both of its decodings."""
+
+    _HOW: ClassVar = {
+        **dict.fromkeys(["start_us"], "min"),
+        **dict.fromkeys(["end_us", "load_s", "warmup_s"], "max"),
+        **dict.fromkeys(["busy_s", "output_tokens", "rows"], "sum"),
+    }
+
+    def __init__(self) -> None:
+        self._spans: pa.Table | None = None
+
+    def add(self, table: pa.Table) -> None:
+        spans = _row_spans(table)
+        known = spans if self._spans is None else pa.concat_tables([self._spans, spans])
+        grouped = known.group_by("worker").aggregate(list(self._HOW.items()))
+        names = {f"{name}_{function}": name for name, function in self._HOW.items()}
+        self._spans = grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
+
+    def by_name(self) -> list[dict[str, Any]]:
+        return [] if self._spans is None else self._spans.sort_by("worker").to_pylist()
+
+
+def _row_spans(table: pa.Table) -> pa.Table:
+    """A row's worker, times and work, of the rows that have them."""
     rows = table.filter(pc.and_(pc.is_valid(table["worker"]), pc.is_valid(table["finished_at"])))
     end_us, ar_end_us = _microseconds(rows["finished_at"]), _microseconds(rows["ar_finished_at"])
     start_us, ar_start_us = (
@@ -61,14 +84,10 @@ def _worker_spans(table: pa.Table) -> list[dict[str, Any]]:
         "load_s": pc.fill_null(rows["worker_load_s"], 0.0),
         "warmup_s": pc.fill_null(rows["worker_warmup_s"], 0.0),
         "busy_s": pc.add(pc.fill_null(rows["engine_s"], 0.0), pc.fill_null(rows["ar_engine_s"], 0.0)),
-        "output_tokens": pc.fill_null(rows["output_tokens"], 0),
+        "output_tokens": pc.cast(pc.fill_null(rows["output_tokens"], 0), pa.int64()),  # a sum's type
+        "rows": pa.repeat(1, rows.num_rows),
     }
-    how = {"start_us": "min", "end_us": "max", "load_s": "max", "warmup_s": "max", "busy_s": "sum"}
-    how |= {"output_tokens": "sum"}
-    grouped = pa.table(columns).group_by("worker").aggregate([*how.items(), ([], "count_all")])
-    names = {f"{name}_{function}": name for name, function in how.items()} | {"count_all": "rows"}
-    grouped = grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
-    return grouped.sort_by("worker").to_pylist()
+    return pa.table(columns)
 
 
 def _microseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:

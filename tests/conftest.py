@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import S3_CREDENTIALS, SMOLLM2
+from common import ROOT, S3_CREDENTIALS, SMOLLM2
 from tiny_checkpoint import save_tiny_checkpoint
 
 from esp_worker.accel import accelerate
@@ -74,6 +74,8 @@ def ray_session(s3_endpoint: str) -> Iterator[None]:
 
     from jobs.runtime import quiet_ray_data
 
+    # Workers find the tests' own modules (the fake decoder) where this process does.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     quiet_ray_data()
     yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from esp_worker.model import CausalModel
 from esp_worker.stopping import StopStrings
 from esp_worker.types import Request, SamplingParams
 from jobs.generate import main
+from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.plan import Plan
 from pipeline.prepare import load_tokenizer
 
 NEW_TOKENS = 16
@@ -74,7 +76,7 @@ class Command:
             "errors": {"max_fraction": 1.0},
         }
 
-    def __call__(self, *arguments: str, **settings: Any) -> Result:
+    def __call__(self, *arguments: str, decoder: Callable[[Plan], Decoder] = EngineDecoder, **settings: Any) -> Result:
         """settings: section__key=value."""
         config = {section: dict(keys) for section, keys in self.config.items()}
         for name, value in settings.items():
@@ -83,7 +85,7 @@ class Command:
         file = self.work / "config.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
         self._capsys.readouterr()
-        code = main(["--config", str(file), *arguments])
+        code = main(["--config", str(file), *arguments], decoder=decoder)
         printed = self._capsys.readouterr()
         return Result(code, printed.out, printed.err, Path(config["output"]["path"]))
 

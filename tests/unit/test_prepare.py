@@ -140,7 +140,9 @@ def test_template_refusal_is_one_row(chat: Any) -> None:
     )
     assert [row["error_type"] for row in rows] == ["template", None]
     assert rows[0]["error"] == "p.jsonl, line 1: the chat template refused it: TemplateError: unknown role alien"
-    assert rows[0]["logged"] == "p.jsonl, line 1: the chat template refused it: TemplateError", "templates quote the row"
+    assert rows[0]["logged"] == "p.jsonl, line 1: the chat template refused it: TemplateError", (
+        "templates quote the row"
+    )
     assert rows[0]["prompt_ids"] is None
 
 

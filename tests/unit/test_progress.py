@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pipeline import progress
-from pipeline.progress import Moment, ProgressBoard, Tally, show_progress
+from pipeline.progress import Moment, Tally, show_progress
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,6 @@ def test_tallies_add_up() -> None:
     assert tally == Tally(11, 22, 33, 44, 55)
     tally.add(Tally())
     assert tally == Tally(11, 22, 33, 44, 55)
-
-
-def test_board_sums_what_actors_report() -> None:
-    board = ProgressBoard()
-    assert board.total() == Tally()
-    for _ in range(3):
-        board.add(Tally(rows=2, tokens=10))
-    assert board.total() == Tally(rows=6, tokens=30)
 
 
 def test_moment() -> None:

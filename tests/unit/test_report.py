@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pipeline import report as reports
 from pipeline.config import parse_config
 from pipeline.page import render_html, summary_lines
-from pipeline.report import AUTO_NOTE, CPU_NOTE, HALF_NOTE, REPORT_COLUMNS, build_report, summarize
+from pipeline.report import AUTO_NOTE, CPU_NOTE, HALF_NOTE
 from pipeline.schema import output_schema
+from pipeline.totals import REPORT_COLUMNS, Totals
 
 START = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 AR_COLUMNS = [name for name in REPORT_COLUMNS if name.startswith("ar_")]
@@ -78,6 +81,17 @@ def error_row(index: int, message: str = "no", kind: str = "malformed", **values
 
 def table_of(*rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=output_schema({}))
+
+
+def summarize(*tables: pa.Table, run: dict[str, Any]) -> dict[str, Any]:
+    totals = Totals()
+    for table in tables:
+        totals.add(table)
+    return reports.summarize(totals, run=run)
+
+
+def build_report(table: pa.Table, run: dict[str, Any]) -> tuple[bytes, bytes]:
+    return reports.build_report(summarize(table, run=run))
 
 
 def run_record(
@@ -467,6 +481,26 @@ def test_chunks_do_not_matter() -> None:
     rows.append(error_row(9))
     pieces = pa.concat_tables([table_of(row) for row in rows])
     assert summarize(pieces.slice(1), run={}) == summarize(table_of(*rows).combine_chunks().slice(1), run={})
+
+
+def test_shard_by_shard_is_as_all_at_once() -> None:
+    rows = [compared_with(done_row(i, [1, 2, 1 + i % 3], worker=f"w{i % 2}"), engine_s=2.0) for i in range(9)]
+    rows += [compared_with(done_row(i, [2], latency_s=i / 7), engine_s=1.0, first_divergence=i) for i in range(20, 40)]
+    rows += [done_row(50, [1], method="ar", worker="w2"), *(error_row(i, kind=f"k{i % 3}") for i in range(60, 90))]
+    rows.sort(key=lambda row: row["row_index"] * 37 % 101)
+    shards = [table_of(*rows[start : start + 7]) for start in range(0, len(rows), 7)]
+    assert summarize(*shards, table_of(), run=run_record()) == summarize(table_of(*rows), run=run_record())
+
+
+def test_of_each_row_a_latency_is_kept_and_no_more() -> None:
+    """A job's memory follows from this: its driver adds up a table at a time."""
+    table = table_of(*(done_row(i, [1, 2, 3], row_id=f"row {i} " * 20) for i in range(1000)))
+    totals = Totals()
+    sizes = []
+    for _ in range(3):
+        totals.add(table)
+        sizes.append(len(pickle.dumps(totals)))
+    assert sizes[2] - sizes[1] == pytest.approx(8 * table.num_rows, abs=200)
 
 
 def test_first_errors_are_in_input_order_and_messages_are_cut() -> None:

@@ -167,6 +167,7 @@ def test_clear_deletes_what_the_project_wrote_and_nothing_else(folder: RunFolder
     folder.clear()  # of an absent folder: nothing to do
     write_rows(folder, 1)
     write_rows(folder, 2)
+    write_shard(folder.retried, SCHEMA.empty_table())
     folder.write_run({"fingerprint": FINGERPRINT})
     folder.write_report(b"{}", b"<html>")
     root, data = Path(folder.place.path), Path(folder.data.path)
@@ -182,6 +183,28 @@ def test_clear_deletes_what_the_project_wrote_and_nothing_else(folder: RunFolder
         file.write_text("mine")
     folder.clear()
     assert sorted(file for file in root.rglob("*") if file.is_file()) == sorted([*foreign, root / RUN_FILE])
+
+
+# ------------------------------------------------------------------------------------------------------------- tidy
+
+
+def test_tidy_deletes_what_killed_writers_left_and_nothing_else(folder: RunFolder) -> None:
+    folder.tidy()  # of an absent folder: nothing to do
+    shard = write_rows(folder, 1)
+    root, data, retried = (Path(place.path) for place in (folder.place, folder.data, folder.retried))
+    retried.mkdir()
+    left = [root / f".{'0' * 32}.tmp", data / f".{'a1' * 16}.tmp", retried / f".{'f' * 32}.tmp"]
+    foreign = [
+        root / ".notes.tmp",
+        data / f"{'0' * 32}.tmp",
+        data / f".{'0' * 32}.tmp.bak",
+        data / ".git" / left[0].name,
+    ]
+    for file in [*left, *foreign]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("half")
+    folder.tidy()
+    assert sorted(file for file in root.rglob("*") if file.is_file()) == sorted([*foreign, data / shard])
 
 
 # ---------------------------------------------------------------------------------------------------- finished keys
