@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format bench constraints clean
+.PHONY: help venv demo test test-slow fuzz lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,6 +46,9 @@ test: lint ## Lint, then all tests
 
 test-slow: venv ## The tests that take minutes each (a 2,000-token generation; Gemma 3 270M where its packages are)
 	$(BIN)/pytest -m slow
+
+fuzz: venv ## 5,000 damaged prompt files to the readers (ESPSTREAM_FUZZ_FILES=N for others)
+	$(BIN)/pytest -m 'slow or not slow' tests/unit/test_fuzz.py
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .
