@@ -76,7 +76,8 @@ def ray_session(s3_endpoint: str) -> Iterator[None]:
 
     # Workers find the tests' own modules (the fake decoder) where this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    system = {"metrics_report_interval_ms": 1000}  # the default, 10 s, would make tests of metrics wait
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _system_config=system)
     quiet_ray_data()
     yield
     ray.shutdown()

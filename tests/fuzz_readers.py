@@ -14,6 +14,7 @@ import json
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from pipeline.lines import _WIDE
 from pipeline.scan import scan
 from pipeline.source import list_source, read_rows
 
-SECONDS_A_FILE = 20
+SECONDS_A_FILE = 20  # of processor time, so that a busy machine looks like no hang
 MEMORY_BYTES = 8 << 30
 ROWS = 600
 SETTINGS: list[dict[str, Any]] = [{}, {"id_column": "id"}, {"messages_column": "chat", "keep_columns": {"n": "int64"}}]
@@ -41,7 +42,7 @@ SETTINGS: list[dict[str, Any]] = [{}, {"id_column": "id"}, {"messages_column": "
 
 
 @cache
-def _rows() -> list[dict[str, Any]]:
+def _rows(count: int) -> list[dict[str, Any]]:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     chats = [
         [{"role": "user", "content": "hé \U0001f600"}],
@@ -49,33 +50,33 @@ def _rows() -> list[dict[str, Any]]:
     ]
     return [
         {"id": f"row-{i}", "prompt": f"Prompt {i}: " + "ab" * (i % 9), "n": i, "chat": chats[i % 2]}
-        for i in range(ROWS)
+        for i in range(count)
     ]
 
 
 @cache
-def _json_lines() -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=i % 3 == 0) + "\n" for i, row in enumerate(_rows())).encode()
+def _json_lines(count: int) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=i % 3 == 0) + "\n" for i, row in enumerate(_rows(count))).encode()
 
 
 @cache
-def _table() -> pa.Table:
-    return pa.Table.from_pylist(_rows())
+def _table(count: int) -> pa.Table:
+    return pa.Table.from_pylist(_rows(count))
 
 
 @cache
-def _parquet(**options: Any) -> bytes:
+def _parquet(count: int, **options: Any) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(_table(), sink, row_group_size=250, data_page_size=2000, **options)
+    pq.write_table(_table(count), sink, row_group_size=max(1, count * 2 // 5), data_page_size=2000, **options)
     return sink.getvalue()
 
 
 @cache
-def _arrow(stream: bool, compression: str | None) -> bytes:
+def _arrow(count: int, stream: bool, compression: str | None) -> bytes:
     sink = io.BytesIO()
     make = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with make(sink, _table().schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
-        writer.write_table(_table(), max_chunksize=200)
+    with make(sink, _table(count).schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(_table(count), max_chunksize=max(1, count // 3))
     return sink.getvalue()
 
 
@@ -87,16 +88,16 @@ def _gzip(data: bytes) -> bytes:
     return gzip.compress(data, 1, mtime=0)
 
 
-KINDS: list[tuple[str, Callable[[], bytes]]] = [
+KINDS: list[tuple[str, Callable[[int], bytes]]] = [
     ("jsonl", _json_lines),
-    ("jsonl.gz", lambda: _gzip(_json_lines())),
-    ("jsonl.zst", lambda: _zstd(_json_lines())),
+    ("jsonl.gz", lambda n: _gzip(_json_lines(n))),
+    ("jsonl.zst", lambda n: _zstd(_json_lines(n))),
     ("parquet", _parquet),
-    ("parquet", lambda: _parquet(compression="none", use_dictionary=False)),
-    ("parquet", lambda: _parquet(compression="zstd", data_page_version="2.0", write_page_checksum=True)),
-    ("arrow", lambda: _arrow(True, None)),
-    ("arrow", lambda: _arrow(False, None)),
-    ("arrow", lambda: _arrow(True, "zstd")),
+    ("parquet", lambda n: _parquet(n, compression="none", use_dictionary=False)),
+    ("parquet", lambda n: _parquet(n, compression="zstd", data_page_version="2.0", write_page_checksum=True)),
+    ("arrow", lambda n: _arrow(n, True, None)),
+    ("arrow", lambda n: _arrow(n, False, None)),
+    ("arrow", lambda n: _arrow(n, True, "zstd")),
 ]
 PACKED = {"jsonl.gz": _gzip, "jsonl.zst": _zstd}
 
@@ -139,14 +140,14 @@ def _place(length: int, draw: random.Random) -> int:
     return draw.choice([draw.randint(0, length), draw.randint(0, ends), length - draw.randint(0, ends)])
 
 
-def damaged_file(number: int) -> tuple[str, bytes]:
+def damaged_file(number: int, rows: int = ROWS) -> tuple[str, bytes]:
     """(suffix, content) of file `number`; the same in every run. Some compressed files have sound packing around
     damaged lines."""
     draw = random.Random(number)
     suffix, make = KINDS[number % len(KINDS)]
     if suffix in PACKED and draw.random() < 0.5:
-        return suffix, PACKED[suffix](damage(_json_lines(), draw))
-    return suffix, damage(make(), draw)
+        return suffix, PACKED[suffix](damage(_json_lines(rows), draw))
+    return suffix, damage(make(rows), draw)
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
@@ -195,10 +196,12 @@ def _check_groups(path: Path, indices: list[int], errors: list[str]) -> None:
 def main(first: int, count: int) -> None:
     """Read `count` files from number `first` on."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGPROF, chain=True)  # shows where, and then ends the process
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, first + count):
             print(f"begin {number}", flush=True)
-            faulthandler.dump_traceback_later(SECONDS_A_FILE, exit=True)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS_A_FILE)
             suffix, content = damaged_file(number)
             path = Path(folder, f"{number}.{suffix}")
             path.write_bytes(content)
@@ -207,7 +210,7 @@ def main(first: int, count: int) -> None:
             except Exception as error:
                 print(f"fault {number} {suffix}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             path.unlink()
-    faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def run(first: int, count: int) -> list[str]:
