@@ -100,7 +100,7 @@ def test_an_error_column_that_is_null_until_the_last_block(prompt_job: tuple[Pat
     out, rows = prompt_job
     assert rows["z_late_error.jsonl"][-1]["error_type"] == RowErrorType.WRONG_TYPE
     shards = sorted((out / "data").glob("*.parquet"))
-    assert {pq.read_schema(shard).remove_metadata() for shard in shards} == {output_schema({"tag": "string"})}
+    assert all(pq.read_schema(shard).equals(output_schema({"tag": "string"})) for shard in shards)
     assert any(pq.read_table(shard)["error"].null_count == pq.read_metadata(shard).num_rows for shard in shards)
     assert pads.dataset(out / "data").to_table().num_rows == sum(map(len, rows.values()))
 
@@ -151,7 +151,8 @@ def test_every_output_is_its_own_prompts(
 ) -> None:
     """ray#50890: rows reordered; distilabel#587: outputs beside the wrong prompts; transformers PR#45943: results of a
     later call lost."""
-    asked = {row["id"]: row["prompt"] for row in prompts(119)} | {"date": "2024-01-31", "7": "7"}
+    numbered = {row["id"]: row["prompt"] for row in [*prompts(99), *prompts(19, start=100)]}
+    asked = numbered | {"date": "2024-01-31", "7": "7"}
     done = [row for rows in prompt_job[1].values() for row in rows if row["row_id"] in asked]
     assert sorted(row["row_id"] for row in done) == sorted(asked)
     for row in done[::4]:
