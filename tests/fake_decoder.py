@@ -71,6 +71,13 @@ class FakeDecoder:
         os.write(self._file, f"{kind} {row}\n".encode())  # at once: a SIGKILL takes nothing of it away
 
 
+class MendedDecoder(FakeDecoder):
+    """The fake decoder after its faults were found: it does not do what prompts say, and gives the same tokens."""
+
+    def _obey(self, prompt: str, row: str) -> None:
+        pass
+
+
 def fake_tokens(request: Request) -> tuple[int, ...]:
     """What FakeDecoder gives: up to max_new_tokens token ids."""
     settings = replace(request.sampling, eos_token_ids=frozenset())  # a set has no order of its own
