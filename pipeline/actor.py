@@ -14,17 +14,16 @@ import socket
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import ray
 
 from esp_worker.drafters.none import NoDrafter
-from esp_worker.service import ServiceClosedError
 from esp_worker.stopping import StopStrings
 from esp_worker.types import Completion, Request
 from pipeline.columns import comparison_columns, is_compared, margin_request, result_columns
-from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.decoder import ROW_ERRORS, Decoder, EngineDecoder
 from pipeline.errors import RowErrorType
 from pipeline.ledger import DEATHS_ALONE, DEATHS_IN_A_ROW, Claim, Process, RowKey
 from pipeline.plan import Plan, find_checkpoint
@@ -37,8 +36,11 @@ from pipeline.turns import Turns
 logger = logging.getLogger(__name__)
 
 
-class ActorsDieError(RuntimeError):
-    """Processes of this job die, and no row is to blame."""
+REPORT_EVERY_S = 0.2
+
+
+class ActorStartError(RuntimeError):
+    """This job's actors cannot start or cannot live, and no row is to blame. One line; ends the job."""
 
 
 class DecodeActor:
@@ -51,16 +53,20 @@ class DecodeActor:
         self._board = board
         deaths = ray.get(board.started.remote(self._process))
         if deaths >= DEATHS_IN_A_ROW:
-            raise ActorsDieError(f"an actor's process died {deaths} times in a row without a row decoded; see the log")
+            raise ActorStartError(
+                f"actors die: the process of one was killed {deaths} times in a row and decoded no row in between, the "
+                f"last time on {socket.gethostname()} (out of memory, a crash in a driver?)"
+            )
         config = plan.config
         self._plan = plan
         self._turns = Turns()
+        self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows that ended, and what they add
         self._method = config.decoder.method
         self._schema = output_schema(config.input.keep_columns)
         self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
         self._tokenizer = load_tokenizer(find_checkpoint(config).folder, config.model.trust_remote_code)
         self._bad_word_ids = lru_cache(maxsize=64)(partial(bad_word_ids, self._tokenizer))  # mostly the job's own
-        self._decoder = decoder(plan)
+        self._decoder = _started(decoder, plan)
         self._about = {
             "worker": self._process.start,
             "worker_load_s": self._decoder.load_s,
@@ -71,6 +77,7 @@ class DecodeActor:
         rows = batch.to_pylist()
         claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
         records = await asyncio.gather(*(self._record(row, claim) for row in rows))
+        self._report()
         return pa.Table.from_pylist(records, schema=self._schema)
 
     async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
@@ -89,6 +96,7 @@ class DecodeActor:
                 return carried | await self._tried(row)
         async with self._turns.alone():
             logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
+            self._report()  # no row that has ended is left to be blamed
             await self._board.alone.remote(self._process, _key(row))
             return carried | await self._tried(row)
 
@@ -100,17 +108,38 @@ class DecodeActor:
     async def _tried(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
             result = await self._decoded(row)
-        except ServiceClosedError:
-            raise  # the engine is gone, which is no row's fault: Ray starts the actor and the rows again
         except Exception as error:
+            if not isinstance(error, ROW_ERRORS) and await self._is_broken():
+                _end_process(error)
             message = f"{row['source_file']}, row {row['row_id']}: {type(error).__name__}: {error}"
             logger.warning("decoding failed: %s", message)
             result, tally = _failure(RowErrorType.DECODE, message), Tally(rows=1, failed=1)
         else:
             committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
             tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
-        self._board.ended.remote(self._process, _key(row), tally)  # fire and forget
+        self._ended(_key(row), tally)
         return result
+
+    def _ended(self, row: RowKey, tally: Tally) -> None:
+        """Tell the board, together with the rows that end about now: a message a row would cost more than a short row
+        does."""
+        if not self._news[0]:
+            asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+        self._news[0].append(row)
+        self._news[1].add(tally)
+
+    def _report(self) -> None:
+        (rows, tally), self._news = self._news, ([], Tally())
+        if rows:
+            self._board.ended.remote(self._process, rows, tally)  # fire and forget
+
+    async def _is_broken(self) -> bool:
+        try:
+            await asyncio.wrap_future(self._decoder.probe())
+        except Exception as error:
+            logger.error("the engine does not decode its warm-up request any more: %s: %s", type(error).__name__, error)
+            return True
+        return False
 
     async def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
         """The columns of a row's output, and of its plain decoding where the row is compared."""
@@ -160,6 +189,25 @@ class DecodeActor:
 
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _started(decoder: Callable[[Plan], Decoder], plan: Plan) -> Decoder:
+    try:
+        return decoder(plan)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ActorStartError(
+            f"an actor could not start on {socket.gethostname()} with model.path {plan.config.model.path}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+def _end_process(error: Exception) -> NoReturn:
+    """A new process is all that helps a broken device (CUDA's errors stay), and it helps every other engine too. Ray
+    starts it, with the rows that were in hand."""
+    logger.critical("the engine is broken; its process starts again", exc_info=error)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _log_to_stderr() -> None:

@@ -1,6 +1,6 @@
 """What an actor process decodes with: a warm engine behind its thread, as the plan wants it.
 
-`pipeline.actor` puts one on Ray; any object with Decoder's three attributes may take its place there.
+`pipeline.actor` puts one on Ray; any other Decoder may take its place there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
-from esp_worker.engine import Engine
+from esp_worker.engine import Engine, RequestError
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
+from esp_worker.sampling import NoTokenError
 from esp_worker.service import EngineService
 from esp_worker.types import Completion, Request, SamplingParams
 from pipeline.config import DecoderConfig
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 WARMUP_TOKENS = 8
 
 
+# What only the row itself is to blame for; behind any other error the engine may be broken.
+ROW_ERRORS = (RequestError, NoTokenError)
+
+
 class Decoder(Protocol):
     """Decodes requests side by side. load_s, warmup_s: what it took until the first could come."""
 
@@ -43,6 +48,10 @@ class Decoder(Protocol):
 
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
         """Queue a request for a method's lane; the future's exception is what is wrong with that request."""
+        ...
+
+    def probe(self) -> Future[Completion]:
+        """Decode something harmless: where this fails, nothing else can be decoded."""
         ...
 
 
@@ -84,16 +93,19 @@ class EngineDecoder:
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
         return self._service.submit(request, method)
 
+    def probe(self) -> Future[Completion]:
+        return self._service.submit(self._harmless())
+
     def _warm_up(self) -> None:
         """A few steps of every lane, so that allocation and kernel choice are not charged to the first row."""
-        prompt = tuple(token % self._engine.model.vocab_size for token in range(1, 9))
-        tokens = min(WARMUP_TOKENS, self._engine.max_length - len(prompt))
-        if tokens < 1:
-            return
-        request = Request("warm-up", prompt, SamplingParams(max_new_tokens=tokens))
         for method in self._engine.methods:
-            for _ in self._engine.generate([request], method):
+            for _ in self._engine.generate([self._harmless()], method):
                 pass
+
+    def _harmless(self) -> Request:
+        engine = self._engine
+        prompt = tuple(token % engine.model.vocab_size for token in range(1, min(WARMUP_TOKENS + 1, engine.max_length)))
+        return Request("warm-up", prompt, SamplingParams(max_new_tokens=WARMUP_TOKENS))
 
 
 def _cache_bytes(plan: Plan, model: CausalModel) -> int:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
+from pipeline.actor import ActorStartError
 from pipeline.board import start_board
 from pipeline.census import Census
 from pipeline.config import JobConfig
@@ -209,12 +210,15 @@ def _decode_owed(
 
 
 def _why(error: Exception) -> str:
-    """One line for a job that Ray ended: the first exception of the remote traceback, and what to do."""
+    """One line for a job that Ray ended: this project's own words or the first exception of the remote traceback, and
+    what to do."""
     raised = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Interrupt)): (.+)$", str(error), flags=re.MULTILINE)
+    own = dict(raised)
+    if LostFolderError.__name__ in own:
+        return own[LostFolderError.__name__]
     kind, message = raised[0] if raised else (type(error).__name__, str(error).strip().partition("\n")[0])
-    if kind == LostFolderError.__name__:
-        return message
-    return f"the job broke off: {kind}: {message}; when that is mended, the same command continues it"
+    reason = own.get(ActorStartError.__name__, f"{kind}: {message}")
+    return f"the job broke off: {reason}; when that is mended, the same command continues it"
 
 
 def _settle(job: Job, found: Found, written: int) -> Totals:

@@ -45,17 +45,18 @@ class FakeDecoder:
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
         return self._slots.submit(self._decode, request)
 
+    def probe(self) -> Future[Completion]:
+        return self._slots.submit(lambda: Completion("probe", (), FinishReason.LENGTH, DecodeStats(), 0.0))
+
     def _decode(self, request: Request) -> Completion:
         began = time.perf_counter()
         row = f"{request.request_id}#{request.sampling.sample_index}"
         self._note("began", row)
         self._obey(self._tokenizer.decode(request.prompt_ids), row)
         time.sleep(self._seconds)
-        tokens = fake_tokens(request)
+        completion = fake_completion(request, began)
         self._note("ended", row)
-        calls = max(len(tokens) - 1, 0)
-        stats = DecodeStats(prefill_calls=1, decode_calls=calls, accept_lengths=[1] * calls)
-        return Completion(request.request_id, tokens, FinishReason.LENGTH, stats, time.perf_counter() - began)
+        return completion
 
     def _obey(self, prompt: str, row: str) -> None:
         if sleep := re.search(r"sleep ([\d.]+)", prompt):
@@ -76,6 +77,36 @@ class MendedDecoder(FakeDecoder):
 
     def _obey(self, prompt: str, row: str) -> None:
         pass
+
+
+def die(plan: Plan) -> FakeDecoder:
+    """A decoder whose process ends while it is made."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+class InstantDecoder:
+    """Gives the same tokens with no work of its own: no log, no threads, and prompts say nothing to it."""
+
+    load_s = warmup_s = 0.0
+
+    def __init__(self, plan: Plan) -> None:
+        pass
+
+    def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        future.set_result(fake_completion(request, time.perf_counter()))
+        return future
+
+    def probe(self) -> Future[Completion]:
+        raise NotImplementedError("it never breaks")
+
+
+def fake_completion(request: Request, began: float) -> Completion:
+    tokens = fake_tokens(request)
+    calls = max(len(tokens) - 1, 0)
+    stats = DecodeStats(prefill_calls=1, decode_calls=calls, accept_lengths=[1] * calls)
+    return Completion(request.request_id, tokens, FinishReason.LENGTH, stats, time.perf_counter() - began)
 
 
 def fake_tokens(request: Request) -> tuple[int, ...]:
