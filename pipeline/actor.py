@@ -36,6 +36,9 @@ from pipeline.turns import Turns
 logger = logging.getLogger(__name__)
 
 
+REPORT_EVERY_S = 0.2
+
+
 class ActorStartError(RuntimeError):
     """This job's actors cannot start or cannot live, and no row is to blame. One line; ends the job."""
 
@@ -57,6 +60,7 @@ class DecodeActor:
         config = plan.config
         self._plan = plan
         self._turns = Turns()
+        self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows that ended, and what they add
         self._method = config.decoder.method
         self._schema = output_schema(config.input.keep_columns)
         self._carried = [field.name for field in IDENTITY_FIELDS] + list(config.input.keep_columns) + ["sample_index"]
@@ -73,6 +77,7 @@ class DecodeActor:
         rows = batch.to_pylist()
         claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
         records = await asyncio.gather(*(self._record(row, claim) for row in rows))
+        self._report()
         return pa.Table.from_pylist(records, schema=self._schema)
 
     async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
@@ -91,8 +96,11 @@ class DecodeActor:
                 return carried | await self._tried(row)
         async with self._turns.alone():
             logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
+            self._report()  # no row that has ended is left to be blamed
             await self._board.alone.remote(self._process, _key(row))
-            return carried | await self._tried(row)
+            result = await self._tried(row)
+            self._report()  # nor this one, should the next ones end the process
+            return carried | result
 
     def _failed(self, kind: str, message: str) -> dict[str, Any]:
         """The columns of a row that is not decoded."""
@@ -111,8 +119,21 @@ class DecodeActor:
         else:
             committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
             tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
-        self._board.ended.remote(self._process, _key(row), tally)  # fire and forget
+        self._ended(_key(row), tally)
         return result
+
+    def _ended(self, row: RowKey, tally: Tally) -> None:
+        """Tell the board, together with the rows that end about now: a message a row would cost more than a short row
+        does."""
+        if not self._news[0]:
+            asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+        self._news[0].append(row)
+        self._news[1].add(tally)
+
+    def _report(self) -> None:
+        (rows, tally), self._news = self._news, ([], Tally())
+        if rows:
+            self._board.ended.remote(self._process, rows, tally)  # fire and forget
 
     async def _is_broken(self) -> bool:
         try:

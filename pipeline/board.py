@@ -38,9 +38,10 @@ class Board:
     def alone(self, process: Process, row: RowKey) -> None:
         self._ledger.alone(process, row)
 
-    def ended(self, process: Process, row: RowKey, tally: Tally) -> None:
-        """A row that was decoded; others are only added."""
-        self._ledger.ended(process, row)
+    def ended(self, process: Process, rows: Iterable[RowKey], tally: Tally) -> None:
+        """Rows that were decoded; others are only added."""
+        for row in rows:
+            self._ledger.ended(process, row)
         self.add(tally)
 
     def add(self, tally: Tally) -> None:

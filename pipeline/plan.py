@@ -67,9 +67,12 @@ class Plan:
         return data
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that changes a row's tokens or the output's columns, as JSON gives it back. In 16 bits the method,
-        the slots and the prefill are part of it, since kernels round differently for different numbers of rows.
-        sampling.n is not: raising it adds samples to the rows that are there."""
+        """Everything that changes a row's tokens or the output's columns, as JSON gives it back.
+
+        model is the hub id's commit, or a digest of weights, configuration, tokenizer and chat template. In 16 bits the
+        method, the slots, the prefill and the number of actors are part of it, since kernels round differently for
+        different numbers of rows. sampling.n is not: raising it adds samples to the rows that are there.
+        """
         config = self.config
         sampling = config.sampling.model_dump(exclude={"n", "generation_config"})
         parts: dict[str, Any] = {
@@ -83,6 +86,7 @@ class Plan:
         if self.dtype in ("bfloat16", "float16"):
             engine = config.engine.model_dump(include={"slots", "prefill_tokens", "prefix_reuse"})
             parts |= {"decoder": config.decoder.model_dump(), "engine": engine, "device": self.device}
+            parts |= {"actors": config.cluster.actors}
         return dict(json.loads(json.dumps(parts)))  # a token id that is a key comes back from run.json as text
 
 

@@ -5,6 +5,7 @@ Steps are separate so that a dry run is the same code without the last ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -163,12 +164,14 @@ def run_job(
         try:
             return _run_claimed(job, run, console, decoder)
         except (RunError, OSError, KeyboardInterrupt) as error:
-            if read_attempt(job.folder.place) == run["attempt"]:
-                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
-                job.folder.write_run(run | {"status": status})
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
+            with contextlib.suppress(OSError):  # where the place is what broke, the first error says more
+                if read_attempt(job.folder.place) == run["attempt"]:
+                    job.folder.write_run(run | {"status": status})
             raise
     except OSError as error:
-        raise RunError(f"the output place failed: {error}; when that is mended, the same command continues") from error
+        reason = f"{job.folder.place.uri} failed: {error}"
+        raise RunError(f"{reason}; when that is mended, the same command continues it") from error
 
 
 def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Callable[[Plan], Decoder]) -> dict[str, Any]:

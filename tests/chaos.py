@@ -92,8 +92,8 @@ class Chaos:
     """One workplace: input, configuration, nodes, and the tokens of an undisturbed run."""
 
     def __init__(self, work: Path, nodes: Nodes, rows: int, seconds: float, real: bool) -> None:
-        self._work, self._nodes, self._rows, self._seconds = work, nodes, rows, seconds
-        self._decoder = "real" if real else "fake"
+        self._work, self._nodes, self._rows = work, nodes, rows
+        self._takes: float | str = "real" if real else seconds
         lines = [json.dumps({"id": f"row-{i}", "prompt": f"Tell me about the number {i}."}) for i in range(rows)]
         (work / "in.jsonl").write_text("\n".join(lines) + "\n")
         self._config = {
@@ -163,9 +163,7 @@ class Chaos:
     def _job(self, folder: Path) -> FakeJob:
         self._nodes.mend()
         environment = {"RAY_ADDRESS": self._nodes.address}
-        return FakeJob(
-            folder / "config.yaml", folder / "log", folder / "printed", self._seconds, environment, self._decoder
-        )
+        return FakeJob(folder / "config.yaml", folder / "log", folder / "printed", self._takes, environment)
 
     def _begun(self, folder: Path) -> int:
         return len({event.row for event in events(folder / "log")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +259,14 @@ def test_fingerprint_is_of_what_changes_tokens_or_columns() -> None:
         compare={"fraction": 1},
     )
     assert changed(base, same) == [], "in 32 bits the method and the batch change no token"
+    assert changed(base, replace(base, model_identity="hub:a@2")) == [f"model: {base.model_identity!r} -> 'hub:a@2'"]
+    assert changed(base, replace(base, max_length=99)) == [f"max_length: {base.max_length} -> 99"]
+    assert changed(base, replace(base, eos_token_ids=(7,))) == [
+        f"sampling.eos_token_ids: {[*base.eos_token_ids]} -> [7]"
+    ]
+    assert changed(base, plan_of(dtype="float64")) == ["dtype: 'float32' -> 'float64'"]
+    assert changed(base, plan_of(input={"system_prompt": "Be brief."})) == ["input.system_prompt: None -> 'Be brief.'"]
+    assert changed(base, plan_of(input={"chat_template": "never"})) == ["input.chat_template: 'auto' -> 'never'"]
     assert changed(base, plan_of(sampling={"seed": 1})) == ["sampling.seed: 0 -> 1"]
     biased = plan_of(sampling={"logit_bias": {5: 1.0}})
     assert changed(base, biased) == ["sampling.logit_bias.5: None -> 1.0"]
@@ -282,6 +291,7 @@ def test_fingerprint_in_16_bits_holds_the_method_too(dtype: str) -> None:
         "engine.slots: 8 -> 2",
     ]
     assert changed(base, plan_of(dtype=dtype, num_gpus=1)) == ["device: 'cpu' -> 'cuda'"]
+    assert changed(base, plan_of(dtype=dtype, actors=4)) == ["actors: 1 -> 4"]
 
 
 def test_difference() -> None:
