@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format bench constraints clean
+.PHONY: help venv demo test test-slow chaos lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,6 +46,10 @@ test: lint ## Lint, then all tests
 
 test-slow: venv ## The tests that take minutes each (a 2,000-token generation; Gemma 3 270M where its packages are)
 	$(BIN)/pytest -m slow
+
+chaos: venv ## SIGKILL to driver, actors and a node at random moments: 20 rounds with a fake decoder, 3 with SmolLM2
+	$(PY) tests/chaos.py --rounds 20 --rows 500
+	$(PY) tests/chaos.py --rounds 3 --rows 48 --real
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .

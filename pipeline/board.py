@@ -50,5 +50,5 @@ class Board:
     def total(self) -> Tally:
         return self._total
 
-    def homeless(self) -> list[str]:
-        return self._ledger.homeless()
+    def displaced(self) -> list[str]:
+        return self._ledger.displaced()

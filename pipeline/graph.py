@@ -19,8 +19,9 @@ from pipeline.actor import DecodeActor
 from pipeline.board import start_board
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.nodes import cluster_nodes
 from pipeline.parse import RowParser
-from pipeline.plan import Node, Plan, find_checkpoint, make_plan
+from pipeline.plan import Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
 from pipeline.scan import Found, Scan, owed_rows
 from pipeline.sink import write_batch
@@ -30,12 +31,6 @@ CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
 BLOCK_BYTES = 1 << 20
-
-
-def cluster_nodes() -> list[Node]:
-    """Logical resources of the running cluster's nodes."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in alive]
 
 
 def generate(rows: Dataset, config: JobConfig) -> Dataset:

@@ -39,6 +39,7 @@ class Claim:
 @dataclass
 class _Actor:
     process: Process
+    home: str  # the node of the first process
     rows: set[RowKey] = field(default_factory=set)  # in hand
     alone: RowKey | None = None
     deaths: int = 0  # in a row, without any row ended or condemned in between
@@ -55,7 +56,7 @@ class Ledger:
     def started(self, process: Process) -> int:
         """A process of a Ray actor starts, so its last one is dead. Returns the actor's deaths in a row."""
         last = self._actors.get(process.actor)
-        actor = self._actors[process.actor] = _Actor(process)
+        actor = self._actors[process.actor] = _Actor(process, last.home if last else process.node)
         if last is None:
             return 0
         if last.process.node not in self._alive_nodes():
@@ -93,7 +94,7 @@ class Ledger:
             actor.deaths = 0
             actor.alone = None if actor.alone == row else actor.alone
 
-    def homeless(self) -> list[str]:
-        """Actors that lost their node and have not started on another."""
+    def displaced(self) -> list[str]:
+        """Actors whose first node has gone."""
         nodes = self._alive_nodes()
-        return [name for name, actor in self._actors.items() if actor.process.node not in nodes]
+        return [name for name, actor in self._actors.items() if actor.home not in nodes]

@@ -57,7 +57,11 @@ class Plan:
         data = self.config.model_dump()
         data["model"] |= {"dtype": self.dtype, "device": self.device, "identity": self.model_identity}
         data["engine"] |= {"threads": self.threads, "max_length": self.max_length}
-        data["cluster"] |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        data["cluster"] |= {
+            "min_actors": self.config.cluster.least,
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+        }
         data["sampling"] |= {"eos_token_ids": list(self.eos_token_ids)}
         data["generation_config"] = {
             "rule": self.config.sampling.generation_config,
@@ -157,13 +161,17 @@ def check_cluster(plan: Plan, nodes: Sequence[Node]) -> None:
 def continued(plan: Plan, nodes: Sequence[Node]) -> JobConfig:
     """The configuration that goes on with a job's rows on the nodes that are left, as many actors as they hold."""
     config = plan.config
-    places = sum(_actors_on(node, plan.num_cpus, plan.num_gpus) for node in nodes)
-    beside_spare = int((sum(node.cpus for node in nodes) - SPARE_CPUS) / plan.num_cpus + 1e-4)
-    least = max(1, min(config.cluster.least, places, beside_spare))
+    least = max(1, min(config.cluster.least, room(plan, nodes)))
     output = config.output.model_copy(update={"overwrite": False, "resume": True})
     return config.model_copy(
         update={"output": output, "cluster": config.cluster.model_copy(update={"min_actors": least})}
     )
+
+
+def room(plan: Plan, nodes: Sequence[Node]) -> int:
+    """How many actors the nodes hold beside reading and writing."""
+    places = sum(_actors_on(node, plan.num_cpus, plan.num_gpus) for node in nodes)
+    return min(places, int((sum(node.cpus for node in nodes) - SPARE_CPUS) / plan.num_cpus + 1e-4))
 
 
 def _actors_on(node: Node, cpus: float, gpus: float) -> int:

@@ -24,8 +24,8 @@ from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
-from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.nodes import alive_nodes, end_homeless
+from pipeline.graph import LIGHT_CPUS, decode, read, write
+from pipeline.nodes import alive_nodes, cluster_nodes, end_displaced
 from pipeline.plan import Plan, continued, make_plan
 from pipeline.progress import show_progress
 from pipeline.redact import scrub
@@ -218,7 +218,10 @@ def _decode_owed(
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
-    with end_homeless(board), show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+    with (
+        end_displaced(board, job.plan),
+        show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console),
+    ):
         try:
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])

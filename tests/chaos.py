@@ -67,8 +67,10 @@ class Outcome:
 class Nodes:
     """A head and a second node, on this machine."""
 
-    def __init__(self) -> None:
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    def __init__(self, head_cpus: int) -> None:
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False}
+        )
         self.address = self._cluster.address
         self._second: Any = None
         self.mend()
@@ -189,9 +191,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--seconds", type=float, default=0.1, help="what a row takes with the fake decoder")
+    parser.add_argument("--head-cpus", type=int, default=3, help="2: the head alone cannot hold both actors")
     parser.add_argument("--real", action="store_true", help="decode with SmolLM2")
     options = parser.parse_args()
-    work, nodes = Path(tempfile.mkdtemp(prefix="chaos-")), Nodes()
+    work, nodes = Path(tempfile.mkdtemp(prefix="chaos-")), Nodes(options.head_cpus)
     outcomes = []
     try:
         chaos = Chaos(work, nodes, options.rows, options.seconds, options.real)
