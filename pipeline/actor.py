@@ -233,5 +233,5 @@ def _key(row: dict[str, Any]) -> RowKey:
 def this_process() -> Process:
     """start: host, process, actor; unique for each start of an actor."""
     context = ray.get_runtime_context()
-    start = f"{socket.gethostname()}-{os.getpid()}-{context.get_actor_id()[:12]}"
-    return Process(context.get_actor_name(), start, context.get_node_id())
+    actor = context.get_actor_id()
+    return Process(actor, f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}", context.get_node_id())

@@ -49,6 +49,3 @@ class Board:
 
     def total(self) -> Tally:
         return self._total
-
-    def displaced(self) -> list[str]:
-        return self._ledger.displaced()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -80,13 +79,7 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
         batch_size=rows_per_call,
         num_cpus=plan.num_cpus,
         num_gpus=plan.num_gpus or None,
-        ray_remote_args_fn=_name,
     )
-
-
-def _name() -> dict[str, str]:
-    """By its name the driver finds an actor that Ray Data started (pipeline.nodes)."""
-    return {"name": f"decode-{uuid.uuid4().hex}"}
 
 
 def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef) -> Dataset:

@@ -21,7 +21,7 @@ RowKey = tuple[int, int]  # row_key, sample_index
 
 @dataclass(frozen=True)
 class Process:
-    """One start of a Ray actor. actor: its name, the same after a restart; start: this process's own."""
+    """One start of a Ray actor. actor: its id, the same after a restart; start: this process's own."""
 
     actor: str
     start: str
@@ -39,7 +39,6 @@ class Claim:
 @dataclass
 class _Actor:
     process: Process
-    home: str  # the node of the first process
     rows: set[RowKey] = field(default_factory=set)  # in hand
     alone: RowKey | None = None
     deaths: int = 0  # in a row, without any row ended or condemned in between
@@ -56,7 +55,7 @@ class Ledger:
     def started(self, process: Process) -> int:
         """A process of a Ray actor starts, so its last one is dead. Returns the actor's deaths in a row."""
         last = self._actors.get(process.actor)
-        actor = self._actors[process.actor] = _Actor(process, last.home if last else process.node)
+        actor = self._actors[process.actor] = _Actor(process)
         if last is None:
             return 0
         if last.process.node not in self._alive_nodes():
@@ -93,8 +92,3 @@ class Ledger:
             actor.rows.discard(row)
             actor.deaths = 0
             actor.alone = None if actor.alone == row else actor.alone
-
-    def displaced(self) -> list[str]:
-        """Actors whose first node has gone."""
-        nodes = self._alive_nodes()
-        return [name for name, actor in self._actors.items() if actor.home not in nodes]

@@ -1,27 +1,31 @@
-"""Nodes that go: who is there, and what becomes of actors whose node has gone.
+"""Nodes that go: who is there, and when the rest cannot hold a job any more.
 
-Ray starts such an actor on another node. Where none has room it waits, and the rows in its hands with it, for ever; or
-it takes the CPUs that reading and writing need, and all wait. So when the nodes that are left cannot hold what was
-planned, and no new one comes for a while, these actors are ended: the job breaks off there, and goes on from its shards
-with as many actors as fit.
+Ray starts an actor that has lost its node on another. Where none has room it waits, and the rows in its hands with it,
+for ever; or it takes the CPUs that reading and writing need, and all wait. So when the nodes that are left cannot hold
+what was planned, and no new one comes for a while, the job breaks off, and goes on from its shards with as many actors
+as fit.
 """
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
 
 import ray
 
 from pipeline.plan import Node, Plan, room
 
-logger = logging.getLogger(__name__)
-
 POLL_S = 5.0
 PATIENCE_S = 30.0  # for a new node
+_SIGNAL = signal.SIGUSR1
+
+
+class NoRoomError(RuntimeError):
+    """The nodes that are left cannot hold the plan's actors."""
 
 
 def alive_nodes() -> set[str]:
@@ -36,31 +40,30 @@ def cluster_nodes() -> list[Node]:
 
 
 @contextmanager
-def end_displaced(board: Any, plan: Plan) -> Iterator[None]:
-    """While the body runs, end actors that have lost their node if the others cannot hold the plan."""
+def room_for(plan: Plan) -> Iterator[None]:
+    """Raises NoRoomError in the body, which the main thread runs, once the plan has had no room for PATIENCE_S.
+
+    By a signal, as Ctrl-C does: a Dataset that is being iterated over has no other way to be stopped from outside.
+    """
+
+    def give_up(*_: object) -> NoReturn:
+        raise NoRoomError(f"no room for {plan.config.cluster.least} actor(s) on the nodes that are left")
+
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(board, plan, stop), daemon=True)
+    thread = threading.Thread(target=_watch, args=(plan, stop), daemon=True)
+    before = signal.signal(_SIGNAL, give_up)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
+        signal.signal(_SIGNAL, before)
 
 
-def _watch(board: Any, plan: Plan, stop: threading.Event) -> None:
+def _watch(plan: Plan, stop: threading.Event) -> None:
     waited = 0.0
     while not stop.wait(POLL_S):
         waited = waited + POLL_S if room(plan, cluster_nodes()) < plan.config.cluster.least else 0.0
-        if waited >= PATIENCE_S:
-            _end(ray.get(board.displaced.remote()))
-            return
-
-
-def _end(names: list[str]) -> None:
-    logger.warning("the nodes that are left cannot hold this job's actors; ending %d that lost their node", len(names))
-    for name in names:
-        try:
-            ray.kill(ray.get_actor(name), no_restart=True)
-        except ValueError:  # it has ended by itself
-            logger.debug("%s has gone", name)
+        if waited == PATIENCE_S:
+            os.kill(os.getpid(), _SIGNAL)

@@ -25,7 +25,7 @@ from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.graph import LIGHT_CPUS, decode, read, write
-from pipeline.nodes import alive_nodes, cluster_nodes, end_displaced
+from pipeline.nodes import NoRoomError, alive_nodes, cluster_nodes, room_for
 from pipeline.plan import Plan, continued, make_plan
 from pipeline.progress import show_progress
 from pipeline.redact import scrub
@@ -219,14 +219,14 @@ def _decode_owed(
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
     with (
-        end_displaced(board, job.plan),
+        room_for(job.plan),
         show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console),
     ):
         try:
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, NoRoomError) as error:
             lost = nodes - alive_nodes()
             if lost:
                 raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error

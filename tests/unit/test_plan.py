@@ -269,7 +269,7 @@ def test_resolved_has_nothing_open() -> None:
     prefill = {"prefill_tokens": 512, "prefix_reuse": True, "cache_gib": None}
     assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "kernels": "auto", "threads": 2, **prefill}
     assert resolved["generation_config"] == {"rule": "eos", "taken": {}, "not_taken": {}}
-    assert resolved["cluster"] == {"actors": 1, "num_cpus": 2, "num_gpus": 0}
+    assert resolved["cluster"] == {"actors": 1, "min_actors": 1, "num_cpus": 2, "num_gpus": 0}
     assert (resolved["sampling"]["eos_token_ids"], resolved["sampling"]["seed"]) == ([7, 2], 5)
     assert resolved["decoder"]["block_complexity"] == 30
 
