@@ -20,7 +20,7 @@ import ray
 from pipeline.plan import Node, Plan, room
 
 POLL_S = 5.0
-PATIENCE_S = 30.0  # for a new node
+PATIENCE_POLLS = 6  # for a new node
 _SIGNAL = signal.SIGUSR1
 
 
@@ -41,7 +41,7 @@ def cluster_nodes() -> list[Node]:
 
 @contextmanager
 def room_for(plan: Plan) -> Iterator[None]:
-    """Raises NoRoomError in the body, which the main thread runs, once the plan has had no room for PATIENCE_S.
+    """Raises NoRoomError in the body, which the main thread runs, once the plan has had no room for PATIENCE_POLLS.
 
     By a signal, as Ctrl-C does: a Dataset that is being iterated over has no other way to be stopped from outside.
     """
@@ -62,8 +62,8 @@ def room_for(plan: Plan) -> Iterator[None]:
 
 
 def _watch(plan: Plan, stop: threading.Event) -> None:
-    waited = 0.0
+    waited = 0
     while not stop.wait(POLL_S):
-        waited = waited + POLL_S if room(plan, cluster_nodes()) < plan.config.cluster.least else 0.0
-        if waited == PATIENCE_S:
+        waited = waited + 1 if room(plan, cluster_nodes()) < plan.config.cluster.least else 0
+        if waited == PATIENCE_POLLS:
             os.kill(os.getpid(), _SIGNAL)

@@ -41,7 +41,7 @@ ACTORS, SLOTS, SHARD_ROWS = 2, 4, 20
 BATCHES_PER_ACTOR = 8  # Ray batches that an actor has in hand or in its queue, each of half the slots
 IN_FLIGHT = ACTORS * BATCHES_PER_ACTOR * SLOTS // 2
 KINDS = ("driver", "actor", "raylet")
-ROUND_LIMIT_S = 300
+ROUND_LIMIT_S = 600
 
 
 @dataclass(frozen=True)

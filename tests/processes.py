@@ -48,11 +48,11 @@ class FakeJob:
 
     def wait_for_shards(self, data: Path, count: int) -> None:
         """Until the folder has so many, or the job has ended."""
-        wait_for(lambda: len(list(data.glob("part-*"))) >= count or self.process.poll() is not None, 120)
+        wait_for(lambda: len(list(data.glob("part-*"))) >= count or self.process.poll() is not None, 300)
 
     def wait_for_the_end_of_all(self) -> None:
         """Until no process carries the mark."""
-        wait_for(lambda: not list(marked(self.mark)), 30)
+        wait_for(lambda: not list(marked(self.mark)), 60)
 
 
 def marked(mark: str) -> Iterator[int]:

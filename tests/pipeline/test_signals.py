@@ -22,7 +22,7 @@ def tokens(folder: Path) -> dict[str, list[int]]:
     return {row["row_id"]: row["token_ids"] for row in rows}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_interrupted_twice_and_continued(command: Command, tmp_path: Path) -> None:
     write_jsonl(command.work / "in.jsonl", prompts(150))
     log, out, output = tmp_path / "log", command.work / "out", tmp_path / "printed"
@@ -34,7 +34,7 @@ def test_interrupted_twice_and_continued(command: Command, tmp_path: Path) -> No
         job = FakeJob(command.work / "config.yaml", log, output, takes=0.3)
         job.wait_for_shards(out / "data", before + 1)
         job.signal(number)
-        assert job.wait(60) == 130, output.read_text()
+        assert job.wait(120) == 130, output.read_text()
         assert output.read_text().strip().splitlines()[-1].startswith("error: interrupted; ")
         job.wait_for_the_end_of_all()
         assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
