@@ -68,9 +68,10 @@ class Nodes:
     """A head and a second node, on this machine."""
 
     def __init__(self, head_cpus: int) -> None:
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False}
-        )
+        # A folder of its own (short: Ray puts sockets there), or every ray.init on this machine would take it for its own.
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": self._folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self._second: Any = None
         self.mend()
@@ -88,6 +89,7 @@ class Nodes:
 
     def stop(self) -> None:
         self._cluster.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Chaos:
