@@ -5,7 +5,7 @@ It runs on the driver's node, whose end is the job's end anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -16,10 +16,10 @@ from pipeline.nodes import alive_nodes
 from pipeline.progress import Tally
 
 
-def start_board() -> Any:
-    """A handle of a new Board."""
+def on_this_node(kind: Callable[[], Any]) -> Any:
+    """A handle of a new actor beside the caller, who loses it to no other node's end."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(kind).remote()
 
 
 class Board:

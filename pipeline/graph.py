@@ -15,7 +15,7 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.nodes import cluster_nodes
@@ -46,7 +46,7 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
         batch_size=PREPARE_ROWS,
         num_cpus=LIGHT_CPUS,
     )
-    return decode(prepared, plan, start_board())
+    return decode(prepared, plan, on_this_node(Board))
 
 
 def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:

@@ -19,7 +19,7 @@ import ray
 from rich.console import Console
 
 from pipeline.actor import ActorStartError
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
@@ -183,7 +183,7 @@ def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Calla
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
     found, written = Found(asked=job.total), 0
     if work.owed:
-        census = ray.remote(num_cpus=0)(Census).remote()
+        census = on_this_node(Census)
         written = _decode_owed(job, work, census, run["attempt"], console, decoder)
         found = ray.get(census.total.remote())
     totals = _settle(job, found, written)
@@ -214,7 +214,7 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board, nodes = start_board(), alive_nodes()
+    board, nodes = on_this_node(Board), alive_nodes()
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
@@ -228,7 +228,7 @@ def _decode_owed(
                 written += shard["rows"]
         except (ray.exceptions.RayError, NoRoomError) as error:
             lost = nodes - alive_nodes()
-            if lost:
+            if lost and LostFolderError.__name__ not in str(error):
                 raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
             raise RunError(_why(error)) from error
     return written

@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine is slow to start a node
 
 import pyarrow.parquet as pq
 import yaml
@@ -68,7 +69,7 @@ class Nodes:
     """A head and a second node, on this machine."""
 
     def __init__(self, head_cpus: int) -> None:
-        # A folder of its own (short: Ray puts sockets there), or every ray.init on this machine would take it for its own.
+        # A folder of its own (short: Ray puts sockets there), or every ray.init on this machine would join these nodes.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": self._folder}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
