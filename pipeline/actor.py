@@ -37,6 +37,9 @@ from pipeline.turns import Turns
 logger = logging.getLogger(__name__)
 
 
+REPORT_EVERY_S = 0.2
+
+
 class ActorStartError(RuntimeError):
     """This job's actors cannot start or cannot live, and no row is to blame. One line; ends the job."""
 
@@ -58,6 +61,7 @@ class DecodeActor:
         config = plan.config
         self._plan = plan
         self._turns = Turns()
+        self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows that ended, and what they add
         self._method = config.decoder.method
         self._metrics = ActorMetrics(self._method)
         self._schema = output_schema(config.input.keep_columns)
@@ -76,6 +80,7 @@ class DecodeActor:
         claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
         with self._metrics.in_hand(len(rows)):
             records = await asyncio.gather(*(self._record(row, claim) for row in rows))
+        self._report()
         return pa.Table.from_pylist(records, schema=self._schema)
 
     async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
@@ -96,8 +101,11 @@ class DecodeActor:
                 return carried | await self._tried(row)
         async with self._turns.alone():
             logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
+            self._report()  # no row that has ended is left to be blamed
             await self._board.alone.remote(self._process, _key(row))
-            return carried | await self._tried(row)
+            result = await self._tried(row)
+            self._report()  # nor this one, should the next ones end the process
+            return carried | result
 
     def _failed(self, kind: str, message: str) -> dict[str, Any]:
         """The columns of a row that is not decoded."""
@@ -121,8 +129,21 @@ class DecodeActor:
             committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
             tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
             self._metrics.done(result)
-        self._board.ended.remote(self._process, _key(row), tally)  # fire and forget
+        self._ended(_key(row), tally)
         return result
+
+    def _ended(self, row: RowKey, tally: Tally) -> None:
+        """Tell the board, together with the rows that end about now: a message a row would cost more than a short row
+        does."""
+        if not self._news[0]:
+            asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+        self._news[0].append(row)
+        self._news[1].add(tally)
+
+    def _report(self) -> None:
+        (rows, tally), self._news = self._news, ([], Tally())
+        if rows:
+            self._board.ended.remote(self._process, rows, tally)  # fire and forget
 
     async def _is_broken(self) -> bool:
         try:
@@ -222,5 +243,5 @@ def _key(row: dict[str, Any]) -> RowKey:
 def this_process() -> Process:
     """start: host, process, actor; unique for each start of an actor."""
     context = ray.get_runtime_context()
-    start = f"{socket.gethostname()}-{os.getpid()}-{context.get_actor_id()[:12]}"
-    return Process(context.get_actor_name(), start, context.get_node_id())
+    actor = context.get_actor_id()
+    return Process(actor, f"{socket.gethostname()}-{os.getpid()}-{actor[:12]}", context.get_node_id())

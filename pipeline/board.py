@@ -5,7 +5,7 @@ It runs on the driver's node, whose end is the job's end anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -16,10 +16,10 @@ from pipeline.nodes import alive_nodes
 from pipeline.progress import Tally
 
 
-def start_board() -> Any:
-    """A handle of a new Board."""
+def on_this_node(kind: Callable[[], Any]) -> Any:
+    """A handle of a new actor beside the caller, who loses it to no other node's end."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(kind).remote()
 
 
 class Board:
@@ -38,9 +38,10 @@ class Board:
     def alone(self, process: Process, row: RowKey) -> None:
         self._ledger.alone(process, row)
 
-    def ended(self, process: Process, row: RowKey, tally: Tally) -> None:
-        """A row that was decoded; others are only added."""
-        self._ledger.ended(process, row)
+    def ended(self, process: Process, rows: Iterable[RowKey], tally: Tally) -> None:
+        """Rows that were decoded; others are only added."""
+        for row in rows:
+            self._ledger.ended(process, row)
         self.add(tally)
 
     def add(self, tally: Tally) -> None:
@@ -48,6 +49,3 @@ class Board:
 
     def total(self) -> Tally:
         return self._total
-
-    def homeless(self) -> list[str]:
-        return self._ledger.homeless()

@@ -261,9 +261,9 @@ class EngineConfig(Section):
 
 
 class ClusterConfig(Section):
-    """actors: engines. min_actors: how many the job begins with and needs; more are added up to `actors` while rows wait
-    and the cluster has room (null: all of them at once). num_cpus and num_gpus: what one actor asks Ray for (null: its
-    threads; 1 on CUDA, else 0); num_gpus may be a fraction, so that actors share a GPU.
+    """actors: engines. min_actors: how many of them the job begins with and needs; more are added while rows wait and
+    the cluster has room (null: all at once). num_cpus and num_gpus: what one actor asks Ray for (null: its threads; 1
+    on CUDA, else 0); num_gpus may be a fraction, so that actors share a GPU.
     """
 
     actors: int = Field(1, ge=1)

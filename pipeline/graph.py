@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -16,11 +15,12 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.nodes import cluster_nodes
 from pipeline.parse import RowParser
-from pipeline.plan import Node, Plan, find_checkpoint, make_plan
+from pipeline.plan import Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
 from pipeline.scan import Found, Scan, owed_rows
 from pipeline.sink import write_batch
@@ -30,12 +30,6 @@ CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
 BLOCK_BYTES = 1 << 20
-
-
-def cluster_nodes() -> list[Node]:
-    """Logical resources of the running cluster's nodes."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in alive]
 
 
 def generate(rows: Dataset, config: JobConfig) -> Dataset:
@@ -52,7 +46,7 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
         batch_size=PREPARE_ROWS,
         num_cpus=LIGHT_CPUS,
     )
-    return decode(prepared, plan, start_board())
+    return decode(prepared, plan, on_this_node(Board))
 
 
 def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
@@ -85,13 +79,7 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
         batch_size=rows_per_call,
         num_cpus=plan.num_cpus,
         num_gpus=plan.num_gpus or None,
-        ray_remote_args_fn=_name,
     )
-
-
-def _name() -> dict[str, str]:
-    """By its name the driver finds an actor that Ray Data started (pipeline.nodes)."""
-    return {"name": f"decode-{uuid.uuid4().hex}"}
 
 
 def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef) -> Dataset:

@@ -21,7 +21,7 @@ RowKey = tuple[int, int]  # row_key, sample_index
 
 @dataclass(frozen=True)
 class Process:
-    """One start of a Ray actor. actor: its name, the same after a restart; start: this process's own."""
+    """One start of a Ray actor. actor: its id, the same after a restart; start: this process's own."""
 
     actor: str
     start: str
@@ -92,8 +92,3 @@ class Ledger:
             actor.rows.discard(row)
             actor.deaths = 0
             actor.alone = None if actor.alone == row else actor.alone
-
-    def homeless(self) -> list[str]:
-        """Actors that lost their node and have not started on another."""
-        nodes = self._alive_nodes()
-        return [name for name, actor in self._actors.items() if actor.process.node not in nodes]

@@ -1,26 +1,31 @@
-"""Nodes that go: who is there, and what becomes of actors whose node has gone.
+"""Nodes that go: who is there, and when the rest cannot hold a job any more.
 
-Ray starts such an actor on another node, and where none has room it waits, and the rows in its hands wait with it, for
-ever. As long as others get on that is no harm, and a new node may come. When nothing else is left to do, it is ended:
-the job breaks off there and goes on, from its shards, with as many actors as the remaining nodes hold.
+Ray starts an actor that has lost its node on another. Where none has room it waits, and the rows in its hands with it,
+for ever; or it takes the CPUs that reading and writing need, and all wait. So when the nodes that are left cannot hold
+what was planned, and no new one comes for a while, the job breaks off, and goes on from its shards with as many actors
+as fit.
 """
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
 
 import ray
 
-from pipeline.progress import Tally
-
-logger = logging.getLogger(__name__)
+from pipeline.plan import Node, Plan, room
 
 POLL_S = 5.0
-PATIENCE_S = 60.0  # without a row done anywhere, while an actor has no node
+PATIENCE_POLLS = 6  # for a new node
+_SIGNAL = signal.SIGUSR1
+
+
+class NoRoomError(RuntimeError):
+    """The nodes that are left cannot hold the plan's actors."""
 
 
 def alive_nodes() -> set[str]:
@@ -28,38 +33,37 @@ def alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def cluster_nodes() -> list[Node]:
+    """Logical resources of the running cluster's nodes."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in alive]
+
+
 @contextmanager
-def end_homeless(board: Any) -> Iterator[None]:
-    """While the body runs, end actors that have lost their node once all waits for them."""
+def room_for(plan: Plan) -> Iterator[None]:
+    """Raises NoRoomError in the body, which the main thread runs, once the plan has had no room for PATIENCE_POLLS.
+
+    By a signal, as Ctrl-C does: a Dataset that is being iterated over has no other way to be stopped from outside.
+    """
+
+    def give_up(*_: object) -> NoReturn:
+        raise NoRoomError(f"no room for {plan.config.cluster.least} actor(s) on the nodes that are left")
+
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(board, stop), daemon=True)
+    thread = threading.Thread(target=_watch, args=(plan, stop), daemon=True)
+    before = signal.signal(_SIGNAL, give_up)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
+        signal.signal(_SIGNAL, before)
 
 
-def _watch(board: Any, stop: threading.Event) -> None:
-    waited, last = 0.0, Tally()
+def _watch(plan: Plan, stop: threading.Event) -> None:
+    waited = 0
     while not stop.wait(POLL_S):
-        try:
-            tally, homeless = ray.get([board.total.remote(), board.homeless.remote()], timeout=POLL_S)
-        except ray.exceptions.RayError as error:  # the board is busy, or gone with its job
-            logger.debug("no reading of the board: %s", error)
-            continue
-        waited = waited + POLL_S if homeless and tally == last else 0.0
-        last = tally
-        if waited >= PATIENCE_S:
-            _end(homeless)
-            return
-
-
-def _end(names: list[str]) -> None:
-    for name in names:
-        logger.warning("an actor has lost its node, and no other has room for it: its rows are given to others")
-        try:
-            ray.kill(ray.get_actor(name), no_restart=True)
-        except ValueError:  # it has ended by itself
-            logger.debug("%s has gone", name)
+        waited = waited + 1 if room(plan, cluster_nodes()) < plan.config.cluster.least else 0
+        if waited == PATIENCE_POLLS:
+            os.kill(os.getpid(), _SIGNAL)

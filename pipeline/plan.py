@@ -57,7 +57,11 @@ class Plan:
         data = self.config.model_dump()
         data["model"] |= {"dtype": self.dtype, "device": self.device, "identity": self.model_identity}
         data["engine"] |= {"threads": self.threads, "max_length": self.max_length}
-        data["cluster"] |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        data["cluster"] |= {
+            "min_actors": self.config.cluster.least,
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+        }
         data["sampling"] |= {"eos_token_ids": list(self.eos_token_ids)}
         data["generation_config"] = {
             "rule": self.config.sampling.generation_config,
@@ -67,9 +71,12 @@ class Plan:
         return data
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that changes a row's tokens or the output's columns, as JSON gives it back. In 16 bits the method,
-        the slots and the prefill are part of it, since kernels round differently for different numbers of rows.
-        sampling.n is not: raising it adds samples to the rows that are there."""
+        """Everything that changes a row's tokens or the output's columns, as JSON gives it back.
+
+        model is the hub id's commit, or a digest of weights, configuration, tokenizer and chat template. In 16 bits the
+        method, the slots, the prefill and the number of actors are part of it, since kernels round differently for
+        different numbers of rows. sampling.n is not: raising it adds samples to the rows that are there.
+        """
         config = self.config
         sampling = config.sampling.model_dump(exclude={"n", "generation_config"})
         parts: dict[str, Any] = {
@@ -84,6 +91,7 @@ class Plan:
         if self.dtype in ("bfloat16", "float16"):
             engine = config.engine.model_dump(include={"slots", "prefill_tokens", "prefix_reuse"})
             parts |= {"decoder": config.decoder.model_dump(), "engine": engine, "device": self.device}
+            parts |= {"actors": config.cluster.actors}
         return dict(json.loads(json.dumps(parts)))  # a token id that is a key comes back from run.json as text
 
 
@@ -154,13 +162,17 @@ def check_cluster(plan: Plan, nodes: Sequence[Node]) -> None:
 def continued(plan: Plan, nodes: Sequence[Node]) -> JobConfig:
     """The configuration that goes on with a job's rows on the nodes that are left, as many actors as they hold."""
     config = plan.config
-    places = sum(_actors_on(node, plan.num_cpus, plan.num_gpus) for node in nodes)
-    beside_spare = int((sum(node.cpus for node in nodes) - SPARE_CPUS) / plan.num_cpus + 1e-4)
-    least = max(1, min(config.cluster.least, places, beside_spare))
+    least = max(1, min(config.cluster.least, room(plan, nodes)))
     output = config.output.model_copy(update={"overwrite": False, "resume": True})
     return config.model_copy(
         update={"output": output, "cluster": config.cluster.model_copy(update={"min_actors": least})}
     )
+
+
+def room(plan: Plan, nodes: Sequence[Node]) -> int:
+    """How many actors the nodes hold beside reading and writing."""
+    places = sum(_actors_on(node, plan.num_cpus, plan.num_gpus) for node in nodes)
+    return min(places, int((sum(node.cpus for node in nodes) - SPARE_CPUS) / plan.num_cpus + 1e-4))
 
 
 def _actors_on(node: Node, cpus: float, gpus: float) -> int:

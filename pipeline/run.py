@@ -5,6 +5,7 @@ Steps are separate so that a dry run is the same code without the last ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -17,13 +18,13 @@ import ray
 from rich.console import Console
 
 from pipeline.actor import ActorStartError
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError
-from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.nodes import alive_nodes, end_homeless
+from pipeline.graph import LIGHT_CPUS, decode, read, write
+from pipeline.nodes import NoRoomError, alive_nodes, cluster_nodes, room_for
 from pipeline.plan import Plan, continued, make_plan
 from pipeline.progress import show_progress
 from pipeline.redact import scrub
@@ -162,12 +163,14 @@ def run_job(
         try:
             return _run_claimed(job, run, console, decoder)
         except (RunError, OSError, KeyboardInterrupt) as error:
-            if read_attempt(job.folder.place) == run["attempt"]:
-                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
-                job.folder.write_run(run | {"status": status})
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
+            with contextlib.suppress(OSError):  # where the place is what broke, the first error says more
+                if read_attempt(job.folder.place) == run["attempt"]:
+                    job.folder.write_run(run | {"status": status})
             raise
     except OSError as error:
-        raise RunError(f"the output place failed: {error}; when that is mended, the same command continues") from error
+        reason = f"{job.folder.place.uri} failed: {error}"
+        raise RunError(f"{reason}; when that is mended, the same command continues it") from error
 
 
 def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Callable[[Plan], Decoder]) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Calla
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
     found, written = Found(asked=job.total), 0
     if work.owed:
-        census = ray.remote(num_cpus=0)(Census).remote()
+        census = on_this_node(Census)
         written = _decode_owed(job, work, census, run["attempt"], console, decoder)
         found = ray.get(census.total.remote())
     totals = _settle(job, found, written)
@@ -210,18 +213,21 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board, nodes = start_board(), alive_nodes()
+    board, nodes = on_this_node(Board), alive_nodes()
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
-    with end_homeless(board), show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+    with (
+        room_for(job.plan),
+        show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console),
+    ):
         try:
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, NoRoomError) as error:
             lost = nodes - alive_nodes()
-            if lost:
+            if lost and LostFolderError.__name__ not in str(error):
                 raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
             raise RunError(_why(error)) from error
     return written

@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine is slow to start a node
 
 import pyarrow.parquet as pq
 import yaml
@@ -41,7 +42,7 @@ ACTORS, SLOTS, SHARD_ROWS = 2, 4, 20
 BATCHES_PER_ACTOR = 8  # Ray batches that an actor has in hand or in its queue, each of half the slots
 IN_FLIGHT = ACTORS * BATCHES_PER_ACTOR * SLOTS // 2
 KINDS = ("driver", "actor", "raylet")
-ROUND_LIMIT_S = 300
+ROUND_LIMIT_S = 600
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ class Outcome:
 class Nodes:
     """A head and a second node, on this machine."""
 
-    def __init__(self) -> None:
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    def __init__(self, head_cpus: int) -> None:
+        # A folder of its own (short: Ray puts sockets there), or every ray.init on this machine would join these nodes.
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": self._folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self._second: Any = None
         self.mend()
@@ -86,14 +90,15 @@ class Nodes:
 
     def stop(self) -> None:
         self._cluster.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Chaos:
     """One workplace: input, configuration, nodes, and the tokens of an undisturbed run."""
 
     def __init__(self, work: Path, nodes: Nodes, rows: int, seconds: float, real: bool) -> None:
-        self._work, self._nodes, self._rows, self._seconds = work, nodes, rows, seconds
-        self._decoder = "real" if real else "fake"
+        self._work, self._nodes, self._rows = work, nodes, rows
+        self._takes: float | str = "real" if real else seconds
         lines = [json.dumps({"id": f"row-{i}", "prompt": f"Tell me about the number {i}."}) for i in range(rows)]
         (work / "in.jsonl").write_text("\n".join(lines) + "\n")
         self._config = {
@@ -163,9 +168,7 @@ class Chaos:
     def _job(self, folder: Path) -> FakeJob:
         self._nodes.mend()
         environment = {"RAY_ADDRESS": self._nodes.address}
-        return FakeJob(
-            folder / "config.yaml", folder / "log", folder / "printed", self._seconds, environment, self._decoder
-        )
+        return FakeJob(folder / "config.yaml", folder / "log", folder / "printed", self._takes, environment)
 
     def _begun(self, folder: Path) -> int:
         return len({event.row for event in events(folder / "log")})
@@ -191,9 +194,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--seconds", type=float, default=0.1, help="what a row takes with the fake decoder")
+    parser.add_argument("--head-cpus", type=int, default=3, help="2: the head alone cannot hold both actors")
     parser.add_argument("--real", action="store_true", help="decode with SmolLM2")
     options = parser.parse_args()
-    work, nodes = Path(tempfile.mkdtemp(prefix="chaos-")), Nodes()
+    work, nodes = Path(tempfile.mkdtemp(prefix="chaos-")), Nodes(options.head_cpus)
     outcomes = []
     try:
         chaos = Chaos(work, nodes, options.rows, options.seconds, options.real)

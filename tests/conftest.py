@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import ROOT, S3_CREDENTIALS, SMOLLM2
+from flaky_proxy import FlakyProxy
 from tiny_checkpoint import save_tiny_checkpoint
 
 from esp_worker.accel import accelerate
@@ -53,19 +54,26 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    """A real S3 server (moto). Sets the usual AWS variables, so it must start before Ray for workers to see them."""
+def s3_proxy() -> Iterator[FlakyProxy]:
+    """A real S3 server (moto) behind a proxy that can fail. Sets the usual AWS variables, so it must start before Ray
+    for workers to see them."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    os.environ.update(S3_CREDENTIALS, AWS_ENDPOINT_URL=endpoint)
-    yield endpoint
+    proxy = FlakyProxy(f"http://{host}:{port}")
+    os.environ.update(S3_CREDENTIALS, AWS_ENDPOINT_URL=proxy.endpoint)
+    yield proxy
     for name in (*S3_CREDENTIALS, "AWS_ENDPOINT_URL"):
         os.environ.pop(name, None)
+    proxy.stop()
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(s3_proxy: FlakyProxy) -> str:
+    return s3_proxy.endpoint
 
 
 @pytest.fixture(scope="session")

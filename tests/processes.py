@@ -1,4 +1,4 @@
-"""The fake job as a process of its own, with all that it starts: to send signals to, and to see that nothing is left."""
+"""The fake job as a process of its own: to send signals to, and to see that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FakeJob:
     """tests/fake_job.py. Every process that it starts, Ray's too, carries its mark."""
 
     def __init__(
-        self, config: Path, log: Path, output: Path, seconds: float, environment: Mapping[str, str] | None = None
+        self, config: Path, log: Path, output: Path, takes: float | str, environment: Mapping[str, str] | None = None
     ) -> None:
-        """log: the fake decoder's folder. output: a file for what the command prints. seconds: what a row takes."""
+        """log: the decoder's folder. output: a file for what the command prints. takes: seconds a row, or `real`."""
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         paths = [str(ROOT), str(ROOT / "tests")]
         given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -30,7 +30,7 @@ class FakeJob:
             sys.executable,
             str(ROOT / "tests" / "fake_job.py"),
             str(log),
-            str(seconds),
+            str(takes),
             "--config",
             str(config),
         ]
@@ -46,9 +46,13 @@ class FakeJob:
     def wait(self, timeout: float) -> int:
         return self.process.wait(timeout)
 
-    def left(self) -> list[int]:
-        """Ids of living processes that carry the mark."""
-        return list(marked(self.mark))
+    def wait_for_shards(self, data: Path, count: int) -> None:
+        """Until the folder has so many, or the job has ended."""
+        wait_for(lambda: len(list(data.glob("part-*"))) >= count or self.process.poll() is not None, 300)
+
+    def wait_for_the_end_of_all(self) -> None:
+        """Until no process carries the mark."""
+        wait_for(lambda: not list(marked(self.mark)), 60)
 
 
 def marked(mark: str) -> Iterator[int]:

@@ -105,7 +105,6 @@ def write_finished(data: Path, rows: int) -> None:
 
 def measured_job(work: Path) -> tuple[float, dict[str, Any]]:
     """Run the job in a process of its own; wall seconds, and the peak memory of each kind of process in MiB."""
-    (work / "log").mkdir(exist_ok=True)
     if not (work / "model").exists():
         save_tiny_checkpoint(work / "model")
     config = {
@@ -118,7 +117,7 @@ def measured_job(work: Path) -> tuple[float, dict[str, Any]]:
     }
     file = work / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [sys.executable, str(ROOT / "tests" / "fake_job.py"), str(work / "log"), "0", "--config", str(file)]
+    command = [sys.executable, str(ROOT / "tests" / "fake_job.py"), "instant", "0", "--config", str(file)]
     began = time.monotonic()
     with (work / "job.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment())

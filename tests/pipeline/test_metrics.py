@@ -16,10 +16,10 @@ import ray
 from helpers import prompts
 
 from pipeline.actor import DecodeActor
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.config import parse_config
 from pipeline.errors import failure_line
-from pipeline.graph import cluster_nodes
+from pipeline.nodes import cluster_nodes
 from pipeline.parse import RowParser
 from pipeline.plan import make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
@@ -45,7 +45,7 @@ def actor_and_rows(ray_session: None, tiny_checkpoint: Path) -> Iterator[tuple[A
     table = pa.Table.from_pylist([*prompts(12), *bad])
     preparer = Preparer(load_tokenizer(tiny_checkpoint), config.input, config.sampling, plan.max_length - 1)
     prepared = preparer.prepare(rows_from_mappings(table, RowParser(config.input), 1))
-    actor = ray.remote(num_cpus=1)(DecodeActor).options(name="metrics-test").remote(plan, start_board())
+    actor = ray.remote(num_cpus=1)(DecodeActor).options(name="metrics-test").remote(plan, on_this_node(Board))
     yield actor, prepared
     ray.kill(actor)
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_decoder import FakeDecoder
 from helpers import Command, prompts, write_jsonl
-from processes import FakeJob, wait_for
+from processes import FakeJob
 
 SETTINGS = {"output__rows_per_file": 5, "cluster__num_cpus": 0.5}
 
@@ -22,7 +22,7 @@ def tokens(folder: Path) -> dict[str, list[int]]:
     return {row["row_id"]: row["token_ids"] for row in rows}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_interrupted_twice_and_continued(command: Command, tmp_path: Path) -> None:
     write_jsonl(command.work / "in.jsonl", prompts(150))
     log, out, output = tmp_path / "log", command.work / "out", tmp_path / "printed"
@@ -31,12 +31,12 @@ def test_interrupted_twice_and_continued(command: Command, tmp_path: Path) -> No
     command("--print-config", **SETTINGS)  # writes config.yaml
     before = 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        job = FakeJob(command.work / "config.yaml", log, output, seconds=0.3)
-        wait_for(lambda: len(list(out.glob("data/part-*"))) > before or job.process.poll() is not None, 120)
+        job = FakeJob(command.work / "config.yaml", log, output, takes=0.3)
+        job.wait_for_shards(out / "data", before + 1)
         job.signal(number)
-        assert job.wait(60) == 130, output.read_text()
+        assert job.wait(120) == 130, output.read_text()
         assert output.read_text().strip().splitlines()[-1].startswith("error: interrupted; ")
-        wait_for(lambda: not job.left(), 20)
+        job.wait_for_the_end_of_all()
         assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
         shards = list((out / "data").iterdir())
         assert before < len(shards) < 30
