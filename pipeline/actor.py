@@ -29,8 +29,12 @@ from esp_worker.checkpoint import resolve
 from esp_worker.cost import StepCost
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.budgeted import BudgetedDrafter
+from esp_worker.drafters.lade import Lookahead
 from esp_worker.drafters.none import NoDrafter
+from esp_worker.drafters.pld import PromptLookup
 from esp_worker.drafters.probe import ProbeDrafter
+from esp_worker.drafters.recycle import TokenRecycling
+from esp_worker.drafters.stand import Stand
 from esp_worker.engine import Engine
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
@@ -302,6 +306,9 @@ def make_drafters(
         return [NoDrafter()]
     rows = config.block_complexity
     assert rows is not None
+    if config.method != ProbeDrafter.name:
+        assert rows != "auto"
+        return [_baseline(config, rows, model.vocab_size), NoDrafter()]
     widest = (config.masks + 1) * MAX_ROWS  # leaves a node for every row but the root: the budget deals out the probes
     probe = ProbeDrafter(
         model.embed,
@@ -321,3 +328,15 @@ def make_drafters(
         return [probe, NoDrafter()]
     assert step_cost is not None, "auto needs the costs of steps"
     return [BudgetedDrafter(probe, AutoBudget(step_cost(), config.masks)), NoDrafter()]
+
+
+def _baseline(config: DecoderConfig, rows: int, vocab_size: int) -> Drafter:
+    """The drafter of a method without probes."""
+    if config.method == PromptLookup.name:
+        return PromptLookup(ngram=config.ngram, depth=config.depth)
+    if config.method == Lookahead.name:
+        assert config.lookahead is not None
+        return Lookahead(lookahead=config.lookahead)
+    if config.method == Stand.name:
+        return Stand(ngram=config.ngram, block_complexity=rows)
+    return TokenRecycling(vocab_size, block_complexity=rows)

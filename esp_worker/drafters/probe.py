@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from esp_worker.drafters.base import EachByItself, Room, possible_owners
+from esp_worker.drafters.base import EachByItself, Prompt, Room, possible_owners
 from esp_worker.tree import (
     PRUNE_RULES,
     SHAPE_MAKERS,
@@ -93,8 +93,8 @@ class ProbeDrafter(EachByItself):
         self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset, table=moments)
         self._make_shape = SHAPE_MAKERS[impl]
 
-    def start(self, prompt_embeds: torch.Tensor) -> ProbeState:
-        return ProbeState(self._initial_masks(prompt_embeds))
+    def start(self, prompt: Prompt) -> ProbeState:
+        return ProbeState(self._initial_masks(prompt.embeds))
 
     def mask_embeds(self, state: ProbeState) -> torch.Tensor:
         return state.masks

@@ -1,0 +1,31 @@
+"""The text of a sequence, prompt and output, and where its n-grams have stood: what lookup methods draft from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class History:
+    """A sequence's tokens, with the first place of every n-gram of 1..`longest` tokens that something follows."""
+
+    def __init__(self, tokens: Iterable[int], longest: int) -> None:
+        self.tokens: list[int] = []
+        self._longest = longest
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it first
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            end = len(self.tokens)
+            for size in range(1, min(self._longest, end) + 1):
+                self._after.setdefault(tuple(self.tokens[end - size :]), end)
+            self.tokens.append(token)
+
+    def continuation(self, count: int) -> Sequence[int]:
+        """Up to `count` tokens that followed the longest n-gram the text ends with, where that stood first before;
+        empty where even its last token is new."""
+        for size in range(min(self._longest, len(self.tokens)), 0, -1):
+            start = self._after.get(tuple(self.tokens[-size:]))
+            if start is not None:
+                return self.tokens[start : start + count]
+        return ()
