@@ -257,9 +257,9 @@ def best_first_tree(
 Children = Callable[[tuple[int, ...]], Iterable[tuple[int, float]]]
 
 
-def grow_best_first(children: Children, nodes: int, max_depth: int) -> TokenTree:
+def grow_best_first(children: Children, nodes: int, max_depth: int, least: float = 0.0) -> TokenTree:
     """The `nodes` most probable of all paths that `children` can make, at most `max_depth` long; P(child) = P(parent) *
-    its own.
+    its own, none below `least`.
 
     Ties go to the shallower node, then to the parent that came first, then to the better candidate.
     """
@@ -275,7 +275,8 @@ def grow_best_first(children: Children, nodes: int, max_depth: int) -> TokenTree
     def offer(parent: int, rank: int) -> None:
         parent_prob, path, candidates = below[parent + 1]
         for token, prob in islice(candidates, 1):
-            heapq.heappush(waiting, (-parent_prob * prob, len(path) + 1, parent, rank, token))
+            if parent_prob * prob >= least:
+                heapq.heappush(waiting, (-parent_prob * prob, len(path) + 1, parent, rank, token))
 
     open_parent(1.0, ())
     while waiting and len(grown) < nodes:

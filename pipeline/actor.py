@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import ray
@@ -29,6 +29,7 @@ from esp_worker.checkpoint import resolve
 from esp_worker.cost import StepCost
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.budgeted import BudgetedDrafter
+from esp_worker.drafters.hybrid import HybridDrafter
 from esp_worker.drafters.lade import Lookahead
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.pld import PromptLookup
@@ -38,6 +39,7 @@ from esp_worker.drafters.stand import Stand
 from esp_worker.engine import Engine
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
+from esp_worker.rows import BestRows, FixedRows, Rows
 from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
 from esp_worker.types import Completion, Request, SamplingParams, TokenLogprobs
@@ -306,6 +308,8 @@ def make_drafters(
         return [NoDrafter()]
     rows = config.block_complexity
     assert rows is not None
+    if config.method == HybridDrafter.name:
+        return [HybridDrafter(model.embed, _hybrid_rows(rows, step_cost)), NoDrafter()]
     if config.method != ProbeDrafter.name:
         assert rows != "auto"
         return [_baseline(config, rows, model.vocab_size), NoDrafter()]
@@ -328,6 +332,13 @@ def make_drafters(
         return [probe, NoDrafter()]
     assert step_cost is not None, "auto needs the costs of steps"
     return [BudgetedDrafter(probe, AutoBudget(step_cost(), config.masks)), NoDrafter()]
+
+
+def _hybrid_rows(rows: int | Literal["auto"], step_cost: Callable[[], StepCost] | None) -> Rows:
+    if rows != "auto":
+        return FixedRows(rows)
+    assert step_cost is not None, "auto needs the costs of steps"
+    return BestRows(step_cost())
 
 
 def _baseline(config: DecoderConfig, rows: int, vocab_size: int) -> Drafter:

@@ -123,6 +123,7 @@ AUTO = "auto"
 _ESP = ("masks", "tree", "branches", "probe_owners", "prune", "ema", "init", "init_offset", "impl")
 SETTINGS_OF = {
     "esp": _ESP,
+    "hybrid": (),
     "ar": (),
     "pld": ("ngram", "depth"),
     "lade": ("lookahead",),
@@ -134,7 +135,7 @@ SETTINGS_OF = {
 def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
     """block_complexity, and lookahead, of a method without probes: the one that is given settles the other."""
     given = data.get("block_complexity")
-    if given == AUTO:
+    if given == AUTO and method != "hybrid":
         raise ValueError(f"block_complexity: auto belongs to method: esp; give method: {method} a number, or none")
     if method == "pld":
         depth = data.get("depth", DecoderConfig.model_fields["depth"].default)
@@ -162,7 +163,8 @@ def _derived_rows(given: Any, name: str, value: Any, rows: Callable[[], int], fo
         return {}
     if given is not None and given != derived:
         raise ValueError(
-            f"block_complexity: {given} is not that of {name}: {value}, {formula} = {derived}; leave block_complexity out"
+            f"block_complexity: {given} is not that of {name}: {value}, {formula} = {derived}; "
+            "leave block_complexity out"
         )
     return {"block_complexity": derived}
 
@@ -179,7 +181,7 @@ class DecoderConfig(Section):
     (lookahead decoding, lookahead: [L, W, G]), stand (ngram: its longest) and recycle (token recycling).
     """
 
-    method: Literal["esp", "ar", "pld", "lade", "stand", "recycle"] = "esp"
+    method: Literal["esp", "hybrid", "ar", "pld", "lade", "stand", "recycle"] = "esp"
     masks: int = Field(1, ge=1, le=8)
     block_complexity: Annotated[Literal["auto"] | int | None, BeforeValidator(_row_budget)] = None
     tree: Literal["dynamic", "static", "best_first"] = "dynamic"
