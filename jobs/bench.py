@@ -33,6 +33,7 @@ from esp_worker.checkpoint import Checkpoint, ModelError, resolve
 from esp_worker.cost import StepCost
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
+from esp_worker.prime import Successors, successors
 from esp_worker.types import Completion, Request, SamplingParams
 from jobs import bench_step
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
@@ -129,7 +130,8 @@ def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
     }
     key = cost_key(model, checkpoint.identity, about["kernels"])
     cost = lru_cache(maxsize=1)(lambda: step_cost(model, key, max(options.slots), model.context_length))
-    timings = run_sides(model, sides, requests, options.repeat, cost)
+    known = lru_cache(maxsize=1)(lambda: successors(model, checkpoint.identity))
+    timings = run_sides(model, sides, requests, options.repeat, cost, known)
     paired = list(zip(sides, timings, strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
     truth = next((timing.outputs for side, timing in paired if side.config.method == "ar"), None)
@@ -228,10 +230,11 @@ def run_sides(
     requests: Sequence[Request],
     repeat: int,
     cost: Callable[[], StepCost] | None = None,
+    known: Callable[[], Successors] | None = None,
 ) -> list[Timing]:
     """Every side once per repeat, in turn; a short run of each first, which is not counted."""
     engines = [
-        Engine(model, make_drafters(side.config, model, cost), slots=side.slots, prefix_reuse=side.prefix_reuse)
+        Engine(model, make_drafters(side.config, model, cost, known), slots=side.slots, prefix_reuse=side.prefix_reuse)
         for side in sides
     ]
     for engine in engines:

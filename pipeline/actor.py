@@ -39,6 +39,7 @@ from esp_worker.drafters.stand import Stand
 from esp_worker.engine import Engine
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
+from esp_worker.prime import Successors, successors
 from esp_worker.rows import BestRows, FixedRows, Rows
 from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.stopping import StopStrings
@@ -85,7 +86,12 @@ class DecodeActor:
         engine = config.engine
         self._engine = Engine(
             model,
-            make_drafters(config.decoder, model, lambda: step_cost(model, key, engine.slots, plan.max_length)),
+            make_drafters(
+                config.decoder,
+                model,
+                lambda: step_cost(model, key, engine.slots, plan.max_length),
+                lambda: successors(model, checkpoint.identity),
+            ),
             slots=engine.slots,
             max_length=plan.max_length,
             prefill_tokens=engine.prefill_tokens,
@@ -298,7 +304,10 @@ def worker_name() -> str:
 
 
 def make_drafters(
-    config: DecoderConfig, model: CausalModel, step_cost: Callable[[], StepCost] | None = None
+    config: DecoderConfig,
+    model: CausalModel,
+    step_cost: Callable[[], StepCost] | None = None,
+    successors: Callable[[], Successors] | None = None,
 ) -> list[Drafter]:
     """The engine's lanes: the configured method first, plain decoding beside it.
 
@@ -309,7 +318,8 @@ def make_drafters(
     rows = config.block_complexity
     assert rows is not None
     if config.method == HybridDrafter.name:
-        return [HybridDrafter(model.embed, _hybrid_rows(rows, step_cost)), NoDrafter()]
+        known = {} if successors is None else {"successors": successors().of}
+        return [HybridDrafter(model.embed, _hybrid_rows(rows, step_cost), **known), NoDrafter()]
     if config.method != ProbeDrafter.name:
         assert rows != "auto"
         return [_baseline(config, rows, model.vocab_size), NoDrafter()]

@@ -3,6 +3,7 @@
 Sources, of a candidate behind a path of drafted tokens:
 - recall: the model's newest answers behind the path's last 3, 2 and 1 tokens, by any sequence of this engine and also
   where that row was rejected (after Token Recycling, arXiv 2408.08696, and STAND, arXiv 2506.04708);
+- model: the model's own successors of the path's last token, known before any text (prime.py);
 - text: what followed the path's last tokens in this sequence's own prompt and output (after prompt lookup);
 - probe: ESP's mask token behind the root, where the last step's deepest accepted row had one (arXiv 2603.17942).
 
@@ -25,11 +26,11 @@ import torch
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
 from esp_worker.drafters.ngrams import Followers
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
-from esp_worker.drafters.recall import ORDERS, Context, Recall
+from esp_worker.drafters.recall import Context, Recall
 from esp_worker.odds import Candidate, Odds
 from esp_worker.rows import Rows
 from esp_worker.sampling import gumbel_noise
-from esp_worker.tree import EMPTY_TREE, Draft, TokenTree, grow_best_first, most_probable
+from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, grow_best_first, most_probable
 from esp_worker.types import SamplingParams
 
 LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of a path
@@ -49,6 +50,7 @@ _PRIOR_RECALL = (  # by ORDERS
     (-0.2, -0.7, 1.1, 0.2, 0.1, -0.3, -0.5, -0.7, -1.0),
     (-0.3, -1.0, 1.1, 0.3, 0.1, -0.3, -0.4, -0.6, -0.9),
 )
+_PRIOR_MODEL = (0.0, -0.5, 0.8, 0.4, 0.1, 0.0, -0.2, -0.4, -0.6)
 _PRIOR_TEXT = (
     *(-1.4, -2.0),
     *(0.4, 0.8, -0.5, -1.0),
@@ -77,16 +79,23 @@ class HybridState:
 
 
 class HybridDrafter:
-    """rows: how many rows a step takes (rows.FixedRows, or what pays most here: rows.BestRows)."""
+    """rows: how many rows a step takes (rows.FixedRows, or what pays most here: rows.BestRows); successors: the model's
+    own, of each token (None: they are not known)."""
 
     name = "hybrid"
     masks = 1
 
-    def __init__(self, embed: Callable[[torch.Tensor], torch.Tensor], rows: Rows) -> None:
+    def __init__(
+        self,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        rows: Rows,
+        successors: Callable[[int], tuple[list[int], list[float]] | None] = lambda token: None,
+    ) -> None:
         self._rows = rows
+        self._successors = successors
         self._probe = ProbeDrafter(embed, masks=self.masks, block_complexity=2 * (PROBED + 1), probe_owners=1)
         self._recall = Recall()
-        self._odds = Odds((*_PRIOR_RECALL, _PRIOR_TEXT, _PRIOR_PROBE), _PRIOR_BIAS)
+        self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
         self.watch: Watch | None = Watch(best=self._recall.best, probs=True)
 
     def start(self, prompt: Prompt) -> HybridState:
@@ -156,26 +165,18 @@ class HybridDrafter:
         return self._probe.block(tree, turn.room, min(spare, 1 + len(tree)))
 
     def _candidates(self, state: HybridState, tail: Context, path: tuple[int, ...]) -> list[Candidate]:
+        """Of what may follow `path`, each with every source's code."""
         context = (*tail, *path)[-LONGEST:]
-        answers = [(answer.tokens, answer.logprobs) if answer else None for answer in self._recall.answers(context)]
-        levels = state.probe.levels
-        if len(path) < len(levels):
-            level = levels[len(path)]
-            answers.append((list(level.tokens[:PROBED]), [math.log(prob + 1e-30) for prob in level.probs[:PROBED]]))
-        else:
-            answers.append(None)
-        opinions: dict[int, list[int]] = {}
-        unnamed = [_NOTHING if answer is None else _NOT_NAMED for answer in answers]
+        answers = [*self._recall.answers(context), self._successors(context[-1]), _probed(state.probe.levels, path)]
         followed = list(state.text.after(context))
-        unnamed.insert(len(ORDERS), _NOT_NAMED if followed else _NOTHING)
+        silent = [*(_NOTHING if each is None else _NOT_NAMED for each in answers), _NOT_NAMED if followed else _NOTHING]
+        opinions: dict[int, list[int]] = {}
         for source, answer in enumerate(answers):
-            if answer is None:
-                continue
-            place = source if source < len(ORDERS) else source + 1
-            for token, chance in self._chances(state, *answer, state.drawn + len(path)):
-                opinions.setdefault(token, unnamed.copy())[place] = _NAMED + _bin(chance)
+            if answer is not None:
+                for token, chance in self._chances(state, *answer, state.drawn + len(path)):
+                    opinions.setdefault(token, silent.copy())[source] = _NAMED + _bin(chance)
         for token, code in _text_codes(followed):
-            opinions.setdefault(token, unnamed.copy())[len(ORDERS)] = code
+            opinions.setdefault(token, silent.copy())[-1] = code
         return self._odds.candidates(opinions)
 
     def _chances(
@@ -189,6 +190,14 @@ class HybridDrafter:
         scores = np.asarray(logprobs) / params.temperature + noise
         chances = np.exp(scores - scores.max())
         return zip(tokens, (chances / chances.sum()).tolist(), strict=True)
+
+
+def _probed(levels: Sequence[Candidates], path: tuple[int, ...]) -> tuple[list[int], list[float]] | None:
+    """What the probes say of the place behind `path`: (tokens, log-probabilities)."""
+    if len(path) >= len(levels):
+        return None
+    level = levels[len(path)]
+    return list(level.tokens[:PROBED]), [math.log(prob + 1e-30) for prob in level.probs[:PROBED]]
 
 
 def _bin(chance: float) -> int:

@@ -8,7 +8,6 @@ its memory is fixed. What is remembered decides what is drafted, never a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,12 +18,8 @@ _MASK = (1 << 64) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The most probable next tokens, best first, and their log-probabilities."""
-
-    tokens: list[int]
-    logprobs: list[float]
+# The most probable next tokens, best first, and their log-probabilities.
+Answer = tuple[list[int], list[float]]
 
 
 class Recall:
@@ -58,7 +53,7 @@ class Recall:
         place = key >> self._shift
         if int(self._keys[order][place]) != key:
             return None
-        return Answer(self._tokens[order][place].tolist(), self._logprobs[order][place].tolist())
+        return self._tokens[order][place].tolist(), self._logprobs[order][place].tolist()
 
 
 def _key(context: Context) -> int:
