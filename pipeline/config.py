@@ -162,7 +162,8 @@ def _derived_rows(given: Any, name: str, value: Any, rows: Callable[[], int], fo
         return {}
     if given is not None and given != derived:
         raise ValueError(
-            f"block_complexity: {given} is not that of {name}: {value}, {formula} = {derived}; leave block_complexity out"
+            f"block_complexity: {given} is not that of {name}: {value}, {formula} = {derived}; "
+            "leave block_complexity out"
         )
     return {"block_complexity": derived}
 
