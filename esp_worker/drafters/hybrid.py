@@ -158,7 +158,7 @@ class HybridDrafter:
 
     def _draft(self, turn: Turn, tree: TokenTree, rows: int) -> Draft:
         """The best nodes for `rows` rows; those that no node takes own probes."""
-        probes = min(rows // ROWS_PER_PROBE, turn.room.masks(self.masks))
+        probes = rows // ROWS_PER_PROBE if turn.room.masks(self.masks) else 0
         tree = most_probable(tree, rows - 1 - probes)
         turn.state.contexts = _contexts(turn.state.tail, tree)
         spare = rows - 1 - len(tree) if probes else 0

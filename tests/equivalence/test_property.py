@@ -18,6 +18,7 @@ from tiny import FAMILIES, VOCAB, prompt, tiny_model
 
 from esp_worker import reference
 from esp_worker.drafters.base import Drafter
+from esp_worker.drafters.hybrid import HybridDrafter
 from esp_worker.drafters.lade import Lookahead
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.pld import PromptLookup
@@ -26,6 +27,7 @@ from esp_worker.drafters.recycle import TokenRecycling
 from esp_worker.drafters.stand import Stand
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
+from esp_worker.rows import FixedRows
 from esp_worker.types import Request, SamplingParams, StopMatch
 
 DEFAULT_CASES = 400
@@ -95,9 +97,10 @@ def drafters(draw: st.DrawFn) -> Callable[[CausalModel], Drafter]:
         "pld": lambda model: PromptLookup(ngram=ngram, depth=rows),
         "lade": lambda model: Lookahead(lookahead=(1 + ngram, 1 + rows % 7, 1 + rows % 5)),
         "stand": lambda model: Stand(ngram=ngram, block_complexity=rows),
+        "hybrid": lambda model: HybridDrafter(model.embed, FixedRows(rows)),
         "recycle": lambda model: TokenRecycling(model.vocab_size, block_complexity=rows),
     }
-    return makers[draw(st.sampled_from(["esp"] * 4 + ["ar", "pld", "lade", "stand", "recycle"]))]
+    return makers[draw(st.sampled_from(["esp"] * 4 + ["hybrid"] * 2 + ["ar", "pld", "lade", "stand", "recycle"]))]
 
 
 @st.composite
@@ -135,7 +138,6 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
 @settings(
     max_examples=CASES,
     derandomize=CASES <= DEFAULT_CASES,
-    deadline=None,
     database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
