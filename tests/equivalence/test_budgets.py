@@ -101,7 +101,7 @@ def test_auto_where_rows_are_free_and_where_they_are_dear(row: float) -> None:
     rows = sum(completion.stats.rows_computed for completion in done)
     if row == 10.0:
         assert drafted == 0
-        assert rows <= 1.02 * calls
+        assert rows <= 1.1 * calls  # a few explored: their share is of real time
     if row == 1e-6:
         assert drafted > calls, "once it has seen some plain steps"
 
