@@ -146,7 +146,7 @@ def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
     if method == "lade" and rows not in PAPERS_LOOKAHEADS:
         known = ", ".join(str(each) for each in PAPERS_LOOKAHEADS)
         raise ValueError(
-            f"block_complexity: {rows} is not one of the paper's for lade ({known}); give lookahead: [L, W, G]"
+            f"block_complexity: {rows} is none of the paper's for lade, {known}; give lookahead: [L, W, G]"
         )
     if method == "lade":
         data = {**data, "lookahead": list(PAPERS_LOOKAHEADS[rows])}
@@ -159,6 +159,8 @@ def _derived_rows(given: Any, name: str, value: Any, rows: Callable[[], int], fo
     try:
         derived = rows()
     except TypeError:
+        return {}
+    if derived < 2:
         return {}
     if given is not None and given != derived:
         raise ValueError(
@@ -194,6 +196,13 @@ class DecoderConfig(Section):
     ngram: int = Field(3, ge=1, le=16)
     depth: int = Field(10, ge=1, le=128)
     lookahead: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+
+    @field_validator("lookahead")
+    @classmethod
+    def _ngrams_of_two(cls, lookahead: list[int] | None) -> list[int] | None:
+        if lookahead is not None and lookahead[0] < 2:
+            raise ValueError(f"{lookahead}: L, the tokens of an n-gram, must be at least 2")
+        return lookahead
 
     @model_validator(mode="before")
     @classmethod
@@ -241,8 +250,6 @@ class DecoderConfig(Section):
             raise ValueError(f"{', '.join(idle)}: method: ar drafts nothing; leave them out, or set method: esp")
         if idle:
             raise ValueError(f"{', '.join(idle)}: no settings of method: {self.method}; leave them out")
-        if self.lookahead is not None and self.lookahead[0] < 2:
-            raise ValueError(f"lookahead: {self.lookahead}: L, the tokens of an n-gram, must be at least 2")
         if self.block_complexity == AUTO and self.probe_owners != "all":
             raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
         if self.init != "offset" and self._is_changed("init_offset"):
