@@ -143,11 +143,10 @@ def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
     if method == "lade" and data.get("lookahead") is not None:
         three = data["lookahead"]
         return data | _derived_rows(given, "lookahead", three, lambda: lookahead_rows(*three), "(L-1)(W+G)")
-    if method == "lade" and rows not in PAPERS_LOOKAHEADS:
+    if method == "lade" and rows not in list(PAPERS_LOOKAHEADS):
         known = ", ".join(str(each) for each in PAPERS_LOOKAHEADS)
-        raise ValueError(
-            f"block_complexity: {rows} is none of the paper's for lade, {known}; give lookahead: [L, W, G]"
-        )
+        wanted = f"none of the paper's for lade, {known}; give lookahead: [L, W, G]"
+        raise ValueError(f"block_complexity: {rows} is {wanted}")
     if method == "lade":
         data = {**data, "lookahead": list(PAPERS_LOOKAHEADS[rows])}
     return {**data, "block_complexity": rows}
@@ -194,8 +193,10 @@ class DecoderConfig(Section):
     init_offset: float = 1.0
     impl: Literal["efficient", "naive"] = "efficient"
     ngram: int = Field(3, ge=1, le=16)
-    depth: int = Field(10, ge=1, le=128)
-    lookahead: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+    depth: int = Field(10, ge=1, le=128, strict=True)
+    lookahead: Annotated[list[Annotated[int, Field(ge=1, strict=True)]], Field(min_length=3, max_length=3)] | None = (
+        None
+    )
 
     @field_validator("lookahead")
     @classmethod
@@ -211,7 +212,7 @@ class DecoderConfig(Section):
         if not isinstance(data, dict):
             return data
         method = data.get("method", "esp")
-        if method in SETTINGS_OF and method not in ("esp", "ar"):
+        if method in list(SETTINGS_OF) and method not in ("esp", "ar"):
             return _rows_of(method, data)
         tree, branches = data.get("tree", "dynamic"), data.get("branches")
         masks, given = data.get("masks", 1), data.get("block_complexity")
