@@ -171,9 +171,10 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
     twice = [key for key in keys if keys.count(key) > 1]
     if twice:
         raise ConfigError(f"decoder.{twice[0]}: given twice; give its values in one --decoder or --vary")
-    for key in keys:
-        if all(_belongs_elsewhere(key, method) for method in options.methods):
-            raise ConfigError(f"decoder.{key}: none of the methods {', '.join(options.methods)} has this setting")
+    drafting = [method for method in options.methods if method != "ar"]
+    for key in keys if drafting else []:
+        if all(_belongs_elsewhere(key, method) for method in drafting):
+            raise ConfigError(f"decoder.{key}: none of the methods {', '.join(drafting)} has this setting")
     variants = {method: _variants(options, method) for method in options.methods}
     return [
         Side(config, slots, reuse, varied)

@@ -144,11 +144,10 @@ def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
     if method == "lade" and data.get("lookahead") is not None:
         three = data["lookahead"]
         return data | _derived_rows(given, "lookahead", three, lambda: lookahead_rows(*three), "(L-1)(W+G)")
-    if method == "lade" and rows not in PAPERS_LOOKAHEADS:
+    if method == "lade" and rows not in list(PAPERS_LOOKAHEADS):
         known = ", ".join(str(each) for each in PAPERS_LOOKAHEADS)
-        raise ValueError(
-            f"block_complexity: {rows} is not one of the paper's for lade ({known}); give lookahead: [L, W, G]"
-        )
+        wanted = f"none of the paper's for lade, {known}; give lookahead: [L, W, G]"
+        raise ValueError(f"block_complexity: {rows} is {wanted}")
     if method == "lade":
         data = {**data, "lookahead": list(PAPERS_LOOKAHEADS[rows])}
     return {**data, "block_complexity": rows}
@@ -160,6 +159,8 @@ def _derived_rows(given: Any, name: str, value: Any, rows: Callable[[], int], fo
     try:
         derived = rows()
     except TypeError:
+        return {}
+    if derived < 2:
         return {}
     if given is not None and given != derived:
         raise ValueError(
@@ -193,8 +194,17 @@ class DecoderConfig(Section):
     init_offset: float = 1.0
     impl: Literal["efficient", "naive"] = "efficient"
     ngram: int = Field(3, ge=1, le=16)
-    depth: int = Field(10, ge=1, le=128)
-    lookahead: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+    depth: int = Field(10, ge=1, le=128, strict=True)
+    lookahead: Annotated[list[Annotated[int, Field(ge=1, strict=True)]], Field(min_length=3, max_length=3)] | None = (
+        None
+    )
+
+    @field_validator("lookahead")
+    @classmethod
+    def _ngrams_of_two(cls, lookahead: list[int] | None) -> list[int] | None:
+        if lookahead is not None and lookahead[0] < 2:
+            raise ValueError(f"{lookahead}: L, the tokens of an n-gram, must be at least 2")
+        return lookahead
 
     @model_validator(mode="before")
     @classmethod
@@ -203,7 +213,7 @@ class DecoderConfig(Section):
         if not isinstance(data, dict):
             return data
         method = data.get("method", "esp")
-        if method in SETTINGS_OF and method not in ("esp", "ar"):
+        if method in list(SETTINGS_OF) and method not in ("esp", "ar"):
             return _rows_of(method, data)
         tree, branches = data.get("tree", "dynamic"), data.get("branches")
         masks, given = data.get("masks", 1), data.get("block_complexity")
@@ -242,8 +252,6 @@ class DecoderConfig(Section):
             raise ValueError(f"{', '.join(idle)}: method: ar drafts nothing; leave them out, or set method: esp")
         if idle:
             raise ValueError(f"{', '.join(idle)}: no settings of method: {self.method}; leave them out")
-        if self.lookahead is not None and self.lookahead[0] < 2:
-            raise ValueError(f"lookahead: {self.lookahead}: L, the tokens of an n-gram, must be at least 2")
         if self.block_complexity == AUTO and self.probe_owners != "all":
             raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
         if self.init != "offset" and self._is_changed("init_offset"):

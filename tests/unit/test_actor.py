@@ -119,6 +119,21 @@ def test_auto_takes_the_costs_of_steps_and_a_fixed_tree_does_not() -> None:
     assert auto[0].masks == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "reached"),
+    [
+        ({"method": "pld", "ngram": 2, "depth": 5}, {"_ngram": 2, "_depth": 5}),
+        ({"method": "lade", "block_complexity": 60}, {"_size": 5, "_width": 8, "_guesses": 7}),
+        ({"method": "stand", "ngram": 4, "block_complexity": 20}, {"_ngram": 4, "_nodes": 19}),
+        ({"method": "recycle", "block_complexity": 12}, {"_nodes": 11}),
+    ],
+)
+def test_a_baselines_settings_reach_it(settings: dict[str, Any], reached: dict[str, int]) -> None:
+    made, plain = actor.make_drafters(DecoderConfig(**settings), tiny_model("llama"))
+    assert (made.name, plain.name) == (settings["method"], "ar")
+    assert reached.items() <= vars(made).items()
+
+
 def test_plain_decoding_has_one_lane() -> None:
     drafters = actor.make_drafters(DecoderConfig(method="ar"), tiny_model("llama"))
     assert [drafter.name for drafter in drafters] == ["ar"]
