@@ -196,6 +196,12 @@ class AutoBudget:
             self.acceptance.learn(levels, committed)
 
     def choose(self, trees: Sequence[TokenTree], context: int) -> list[Share]:
+        if not self.drafting and self._steps < self._wait and not any(map(len, trees)):
+            batch = len(trees)
+            plain = float(self._cost.seconds(batch, self._widths[:1], context)[0]) * self._pace
+            self._chosen = _Chosen(batch, 1, plain, plain)
+            self._bar_left(batch)
+            return [PLAIN] * batch
         worths = [worth(tree, self.max_rows) for tree in trees] if self.drafting or any(map(len, trees)) else []
         self._remember([each for tree, each in zip(trees, worths, strict=False) if len(tree)])
         batch = len(trees)
@@ -260,16 +266,21 @@ class AutoBudget:
         return float(rates[1:][self._fits[1:]].max())
 
     def _switch(self, batch: int, gain: float) -> None:
-        size = batch.bit_length()
-        left, next_bar = self._barred.get(size, (0, 0))
-        if not self.drafting and left:
-            self._barred[size] = (left - 1, next_bar)
+        left = self._bar_left(batch)
         known = self._plain_steps >= self.PLAIN_FIRST and self.acceptance.contexts >= self.CONTEXTS_FIRST
         affordable = not left and self.lost <= self.EXPLORE * self.elapsed
         if not self.drafting and gain > self.SWITCH_ON and known and affordable:
             self._turn(True, gain)
         elif self.drafting and gain < self.SWITCH_OFF:
             self._turn(False, gain)
+
+    def _bar_left(self, batch: int) -> int:
+        """Plain steps until drafting may be tried again at this size of batch, this one among them."""
+        size = batch.bit_length()
+        left, next_bar = self._barred.get(size, (0, 0))
+        if not self.drafting and left:
+            self._barred[size] = (left - 1, next_bar)
+        return left
 
     def _turn(self, drafting: bool, gain: float) -> None:
         logger.debug("drafting %s: predicted gain %.3f", "on" if drafting else "off", gain)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from esp_worker.cache import rounded
-from esp_worker.drafters.base import Drafter
+from esp_worker.drafters.base import Drafter, Prompt, Seen, Watch
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
 from esp_worker.sampling import NoTokenError, select_token, token_logprobs, why_no_token
@@ -34,6 +34,7 @@ BLOCK_COLUMNS = 256  # room for a block behind the longest context
 # Blocks of at most so many rows, over all slots, pass lm_head once: a second pass reads its weight again, which takes
 # as long as about 15 more rows on a CPU, and as hundreds on a GPU.
 ONE_PASS_ROWS = 32
+WATCHED_ROWS = 64  # a prompt's rows whose logits are computed at once, where a method asks for them
 _GIB = 1 << 30
 
 
@@ -367,6 +368,8 @@ class Engine:
         self._table.fill(tokens)
         sequence.stats.prefill_calls += 1
         sequence.stats.prefill_tokens += tokens
+        if not sequence.output:
+            self._watch_prompt(sequence, hidden[:tokens], self._table.context[first:end].tolist())
         if prompt_ends:
             self._first_token(sequence, self.model.logits(hidden[tokens - 1 :]))
         if end == sequence.length:
@@ -377,9 +380,20 @@ class Engine:
 
     def _start(self, sequence: ActiveSequence) -> None:
         began = time.perf_counter()
-        prompt = torch.tensor(sequence.request.prompt_ids, device=self.model.device)
-        sequence.state = sequence.drafter.start(self.model.embed(prompt))
+        request = sequence.request
+        prompt = Prompt(request.prompt_ids, request.sampling, self.model.embed, self.model.device)
+        sequence.state = sequence.drafter.start(prompt)
         sequence.started = began  # at the end: should this fail for want of memory, it is done again
+
+    def _watch_prompt(self, sequence: ActiveSequence, hidden: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Show a drafter that asks for it what the model answers behind a prompt's `tokens`. hidden [n, H]."""
+        watch = sequence.drafter.watch
+        if watch is None or not watch.prompt:
+            return
+        for first in range(0, len(tokens), WATCHED_ROWS):
+            part = tokens[first : first + WATCHED_ROWS]
+            logits = self.model.logits(hidden[first : first + WATCHED_ROWS])
+            sequence.drafter.saw([sequence.state], _seen(logits, [part], [range(len(part))], watch))
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
@@ -416,6 +430,7 @@ class Engine:
             logits, counts = self._logits(drafts, hidden)
             verdicts, logprobs = self._verify(drafts, logits, counts)
             self._commit(drafts, verdicts, logprobs)
+            self._watch(drafts, verdicts, logits.split(counts))
             self._observe(drafts, verdicts, hidden, logits.split(counts))
         finally:
             seconds = time.perf_counter() - began
@@ -493,6 +508,17 @@ class Engine:
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
 
+    def _watch(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logits: Sequence[torch.Tensor]) -> None:
+        """Show a drafter that asks for it what the model answers behind root and nodes, of the sequences that go on."""
+        drafter, running = self._lane.drafter, self._table.running
+        going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
+        if drafter.watch is None or not going:
+            return
+        tokens = [(running[slot].output[-len(verdicts[slot].tokens) - 1], *drafts[slot].tree.tokens) for slot in going]
+        rows = torch.cat([logits[slot][: len(own)] for slot, own in zip(going, tokens, strict=True)])
+        paths = [verdicts[slot].path for slot in going]
+        drafter.saw([running[slot].state for slot in going], _seen(rows, tokens, paths, drafter.watch))
+
     def _observe(
         self,
         drafts: Sequence[Draft],
@@ -513,6 +539,24 @@ class Engine:
             found = list(self.model.logits(rows).split([len(rows) for rows in probes]))
         states = [running[slot].state for slot in going]
         self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], found)
+
+
+def _seen(
+    logits: torch.Tensor, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]], watch: Watch
+) -> list[Seen]:
+    """Of each sequence's rows `tokens`; logits [R, V] of all of them. Only the best leave the device."""
+    values, best = logits.topk(min(watch.best, logits.shape[-1]))
+    tokens_of_rows = best.cpu().numpy()
+    logprobs = None
+    if watch.probs:
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = (values.to(exact) - logits.to(exact).logsumexp(-1, keepdim=True)).cpu().numpy()
+    seen, first = [], 0
+    for own, path in zip(tokens, paths, strict=True):
+        rows = slice(first, first + len(own))
+        seen.append(Seen(own, path, tokens_of_rows[rows], None if logprobs is None else logprobs[rows]))
+        first += len(own)
+    return seen
 
 
 def _out_of_memory(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ down to it. P(root) = 1.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -143,9 +143,6 @@ class Draft:
         return self.shape.masks
 
 
-ROOT_ONLY = Draft(EMPTY_TREE, block_shape((), (), 0))
-
-
 def block_complexity(masks: int, nodes: int, owners: int | None = None) -> int:
     """BC: rows of a block in which `owners` of root and nodes (None: all of them) have `masks` probes each."""
     tokens = 1 + nodes
@@ -246,32 +243,47 @@ def dynamic_tree(
 def best_first_tree(
     levels: Sequence[Candidates], nodes: int, root_token: int, prune: PruneRule, max_depth: int
 ) -> TokenTree:
-    """The `nodes` most probable of all paths: p_1 hangs below the root, p_i below every node of depth i - 1.
+    """Of all paths with p_1 below the root and p_i below every node of depth i - 1."""
+
+    def children(path: tuple[int, ...]) -> Iterable[tuple[int, float]]:
+        if len(path) == len(levels):
+            return ()
+        return levels[len(path)].without(prune.excluded(len(path) + 1, path[-1] if path else root_token))
+
+    return grow_best_first(children, nodes, max_depth)
+
+
+# What may follow the drafted tokens of a path: (token, probability), best first.
+Children = Callable[[tuple[int, ...]], Iterable[tuple[int, float]]]
+
+
+def grow_best_first(children: Children, nodes: int, max_depth: int, least: float = 0.0) -> TokenTree:
+    """The `nodes` most probable of all paths that `children` can make, at most `max_depth` long; P(child) = P(parent) *
+    its own, none below `least`.
 
     Ties go to the shallower node, then to the parent that came first, then to the better candidate.
     """
-    levels = levels[:max_depth]
     grown: list[_Grown] = []
     # One candidate waits per open parent, its best that the tree lacks: those behind it, and all below, are no better.
     waiting: list[tuple[float, int, int, int, int]] = []  # -P, depth, parent (index in grown), rank, token
-    below: dict[int, tuple[float, int, Iterator[tuple[int, float]]]] = {}  # parent -> its P, its children's depth, they
+    below: list[tuple[float, tuple[int, ...], Iterator[tuple[int, float]]]] = []  # by parent + 1: P, path, children
 
-    def open_parent(parent: int, token: int, prob: float, depth: int) -> None:
-        if depth < len(levels):
-            below[parent] = (prob, depth + 1, levels[depth].without(prune.excluded(depth + 1, token)))
-            offer(parent, rank=0)
+    def open_parent(prob: float, path: tuple[int, ...]) -> None:
+        below.append((prob, path, iter(children(path) if len(path) < max_depth else ())))
+        offer(len(below) - 2, rank=0)
 
     def offer(parent: int, rank: int) -> None:
-        parent_prob, depth, candidates = below[parent]
+        parent_prob, path, candidates = below[parent + 1]
         for token, prob in islice(candidates, 1):
-            heapq.heappush(waiting, (-parent_prob * prob, depth, parent, rank, token))
+            if parent_prob * prob >= least:
+                heapq.heappush(waiting, (-parent_prob * prob, len(path) + 1, parent, rank, token))
 
-    open_parent(-1, root_token, 1.0, depth=0)
+    open_parent(1.0, ())
     while waiting and len(grown) < nodes:
-        negative, depth, parent, rank, token = heapq.heappop(waiting)
+        negative, _, parent, rank, token = heapq.heappop(waiting)
         offer(parent, rank + 1)
-        open_parent(len(grown), token, -negative, depth)
         grown.append(_Grown(token, -negative, parent, rank == 0 and (parent < 0 or grown[parent].principal)))
+        open_parent(-negative, (*below[parent + 1][1], token))
     return _to_tree(grown, range(len(grown)))
 
 

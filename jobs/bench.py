@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -33,16 +33,17 @@ from esp_worker.checkpoint import Checkpoint, ModelError, resolve
 from esp_worker.cost import StepCost
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
+from esp_worker.prime import Successors, successors
 from esp_worker.types import Completion, Request, SamplingParams
 from jobs import bench_step
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
 from jobs.runtime import machine, versions
-from pipeline.config import AUTO, DecoderConfig, parse_decoder
-from pipeline.decoder import make_drafters
+from pipeline.config import AUTO, SETTINGS_OF, DecoderConfig, parse_decoder
 from pipeline.errors import ConfigError
+from pipeline.methods import make_drafters
 from pipeline.prepare import load_tokenizer
 
-METHODS = ("ar", "esp")
+METHODS = get_args(DecoderConfig.model_fields["method"].annotation)
 LONGEST_PROMPT_CHARS = 900  # longer prompts are left out unless --max-chars says otherwise
 
 
@@ -62,7 +63,7 @@ class Side:
     @property
     def bc(self) -> int | str | None:
         """Block complexity; plain decoding has none."""
-        return self.config.block_complexity if self.config.method == "esp" else None
+        return None if self.config.method == "ar" else self.config.block_complexity
 
     @property
     def label(self) -> str:
@@ -129,7 +130,8 @@ def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
     }
     key = cost_key(model, checkpoint.identity, about["kernels"])
     cost = lru_cache(maxsize=1)(lambda: step_cost(model, key, max(options.slots), model.context_length))
-    timings = run_sides(model, sides, requests, options.repeat, cost)
+    known = lru_cache(maxsize=1)(lambda: successors(model, checkpoint.identity))
+    timings = run_sides(model, sides, requests, options.repeat, cost, known)
     paired = list(zip(sides, timings, strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
     truth = next((timing.outputs for side, timing in paired if side.config.method == "ar"), None)
@@ -161,7 +163,7 @@ def _load(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[CausalMo
 
 
 def make_sides(options: argparse.Namespace) -> list[Side]:
-    """--slots x --methods x --bc x every --vary; plain decoding, which these do not concern, once for each of --slots.
+    """--slots x --methods x --bc x every --vary; a method that these do not concern once for each of --slots.
 
     Raises ConfigError naming the setting that is wrong.
     """
@@ -169,11 +171,11 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
     twice = [key for key in keys if keys.count(key) > 1]
     if twice:
         raise ConfigError(f"decoder.{twice[0]}: given twice; give its values in one --decoder or --vary")
-    ways = [[(key, value) for value in values.split(",")] for key, values in options.vary]
-    esp = [
-        (_esp_config([*options.decoder, *way], bc), dict(way)) for bc in options.bc for way in itertools.product(*ways)
-    ]
-    variants = {"ar": [(parse_decoder({"method": "ar"}), {})], "esp": esp}
+    drafting = [method for method in options.methods if method != "ar"]
+    for key in keys if drafting else []:
+        if all(_belongs_elsewhere(key, method) for method in drafting):
+            raise ConfigError(f"decoder.{key}: none of the methods {', '.join(drafting)} has this setting")
+    variants = {method: _variants(options, method) for method in options.methods}
     return [
         Side(config, slots, reuse, varied)
         for slots in options.slots
@@ -183,8 +185,29 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
     ]
 
 
-def _esp_config(texts: Iterable[tuple[str, str]], bc: int | str | None) -> DecoderConfig:
-    settings: dict[str, Any] = {"block_complexity": bc}
+def _belongs_elsewhere(key: str, method: str) -> bool:
+    """Whether it is a setting of other methods alone; what is nobody's setting is refused with the side's others."""
+    return key not in SETTINGS_OF[method] and any(key in names for names in SETTINGS_OF.values())
+
+
+def _variants(options: argparse.Namespace, method: str) -> list[tuple[DecoderConfig, dict[str, str]]]:
+    """The configurations of one method, with what --vary gave each: of --bc and the settings, those that it has."""
+    fixed = [(key, text) for key, text in options.decoder if not _belongs_elsewhere(key, method)]
+    varied = [(key, texts) for key, texts in options.vary if not _belongs_elsewhere(key, method)]
+    sized = method in ("ar", "pld") or "lookahead" in dict([*fixed, *varied])
+    ways = list(itertools.product(*([(key, value) for value in _values(texts)] for key, texts in varied)))
+    return [
+        (_config(method, [*fixed, *way], bc), dict(way)) for bc in ([None] if sized else options.bc) for way in ways
+    ]
+
+
+def _values(texts: str) -> list[str]:
+    """The values of --vary: split at commas, but for those in brackets."""
+    return re.split(r",(?![^\[]*\])", texts)
+
+
+def _config(method: str, texts: Iterable[tuple[str, str]], bc: int | str | None) -> DecoderConfig:
+    settings: dict[str, Any] = {"method": method, "block_complexity": bc}
     for key, text in texts:
         settings |= _setting(key, text)
     if "branches" in settings:
@@ -207,11 +230,12 @@ def run_sides(
     sides: Sequence[Side],
     requests: Sequence[Request],
     repeat: int,
-    cost: Callable[[], StepCost] | None = None,
+    cost: Callable[[], StepCost],
+    known: Callable[[], Successors],
 ) -> list[Timing]:
     """Every side once per repeat, in turn; a short run of each first, which is not counted."""
     engines = [
-        Engine(model, make_drafters(side.config, model, cost), slots=side.slots, prefix_reuse=side.prefix_reuse)
+        Engine(model, make_drafters(side.config, model, cost, known), slots=side.slots, prefix_reuse=side.prefix_reuse)
         for side in sides
     ]
     for engine in engines:
@@ -337,18 +361,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     step.add_argument("--slots", type=_positive, default=1, help="sequences in a step")
     step.add_argument("--context", type=_positive, default=256, help="tokens in the cache of each")
     step.add_argument("--repeat", type=_positive, default=25, help="steps of each, in turn; figures are medians")
-    decode = commands.add_parser(
-        "decode", parents=[common], help="plain decoding and ESP on the same prompts and engine"
-    )
+    decode = commands.add_parser("decode", parents=[common], help="methods on the same prompts and engine")
     decode.set_defaults(run=_decode, print=_print_table)
     decode.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`")
-    decode.add_argument("--methods", type=_methods, default=list(METHODS), metavar="ar,esp")
+    decode.add_argument("--methods", type=_methods, default=["ar", "esp"], metavar=",".join(METHODS))
     decode.add_argument(
         "--bc",
         type=_complexities,
         default=[None],
         metavar="auto,10,30",
-        help="block complexities of esp (default: the job's)",
+        help="block complexities of the methods that have rows to choose (default: the job's)",
     )
     decode.add_argument(
         "--decoder",
@@ -356,7 +378,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a decoder setting of every esp side, such as masks=2; repeatable",
+        help="a decoder setting, such as masks=2, of every side whose method has it; repeatable",
     )
     decode.add_argument(
         "--vary",

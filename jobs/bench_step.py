@@ -24,12 +24,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from esp_worker.accel.packed import LinearPart, PackedLinear
+from esp_worker.drafters.none import NoDrafter
+from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
 from esp_worker.types import Request, SamplingParams
 from jobs.ceiling import machine_line
-from pipeline.config import parse_decoder
-from pipeline.decoder import make_drafters
 
 WARM_UP = 3
 PROFILED = 7  # steps; apart from those that are timed, as watching costs time too
@@ -87,8 +87,8 @@ def _running_engine(model: CausalModel, rows: int, slots: int, context: int, new
     """An engine whose slots are all decoding."""
     if rows > 1 and (rows % 2 or rows < 4):
         raise ValueError(f"--rows {rows}: with one mask a block has 1 row, or an even number of at least 4")
-    decoder = {"method": "ar"} if rows == 1 else {"method": "esp", "masks": 1, "block_complexity": rows}
-    engine = Engine(model, make_drafters(parse_decoder(decoder), model)[:1], slots=slots, prefix_reuse=False)
+    drafter = NoDrafter() if rows == 1 else ProbeDrafter(model.embed, masks=1, block_complexity=rows)
+    engine = Engine(model, [drafter], slots=slots, prefix_reuse=False)
     draw = random.Random(0)
     for slot in range(slots):
         prompt = tuple(draw.randrange(model.vocab_size) for _ in range(context))

@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
 from esp_worker.accel import accelerate
-from esp_worker.budget import MAX_ROWS, AutoBudget
 from esp_worker.calibrate import cost_key, step_cost
 from esp_worker.checkpoint import resolve
-from esp_worker.cost import StepCost
-from esp_worker.drafters.base import Drafter
-from esp_worker.drafters.budgeted import BudgetedDrafter
-from esp_worker.drafters.none import NoDrafter
-from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine, RequestError
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel, load_model
+from esp_worker.prime import successors
 from esp_worker.sampling import NoTokenError
 from esp_worker.service import EngineService
 from esp_worker.types import Completion, Request, SamplingParams
-from pipeline.config import DecoderConfig
+from pipeline.methods import make_drafters
 from pipeline.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -75,7 +69,12 @@ class EngineDecoder:
         key = cost_key(model, checkpoint.identity, kernels)
         self._engine = Engine(
             model,
-            make_drafters(config.decoder, model, lambda: step_cost(model, key, engine.slots, plan.max_length)),
+            make_drafters(
+                config.decoder,
+                model,
+                lambda: step_cost(model, key, engine.slots, plan.max_length),
+                lambda: successors(model, checkpoint.identity),
+            ),
             slots=engine.slots,
             max_length=plan.max_length,
             prefill_tokens=engine.prefill_tokens,
@@ -118,35 +117,3 @@ def _cache_bytes(plan: Plan, model: CausalModel) -> int:
         return int(wanted * 2**30)
     shared_gpu = round(1 / plan.num_gpus) if 0 < plan.num_gpus < 1 else 1
     return cache_budget(model.device, engines=plan.config.cluster.actors if plan.device == "cpu" else shared_gpu)
-
-
-def make_drafters(
-    config: DecoderConfig, model: CausalModel, step_cost: Callable[[], StepCost] | None = None
-) -> list[Drafter]:
-    """The engine's lanes: the configured method first, plain decoding beside it.
-
-    step_cost: what steps cost here, asked for where block_complexity is auto.
-    """
-    if config.method == NoDrafter.name:
-        return [NoDrafter()]
-    rows = config.block_complexity
-    assert rows is not None
-    widest = (config.masks + 1) * MAX_ROWS  # leaves a node for every row but the root: the budget deals out the probes
-    probe = ProbeDrafter(
-        model.embed,
-        masks=config.masks,
-        block_complexity=widest if rows == "auto" else rows,
-        tree=config.tree,
-        branches=config.branches,
-        probe_owners=config.owner_count,
-        prune=config.prune,
-        ema=config.ema,
-        init=config.init,
-        init_offset=config.init_offset,
-        impl=config.impl,
-        table=model.embedding_moments,
-    )
-    if rows != "auto":
-        return [probe, NoDrafter()]
-    assert step_cost is not None, "auto needs the costs of steps"
-    return [BudgetedDrafter(probe, AutoBudget(step_cost(), config.masks)), NoDrafter()]

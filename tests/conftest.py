@@ -14,6 +14,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from common import ROOT, S3_CREDENTIALS, SMOLLM2
@@ -23,6 +24,9 @@ from tiny_checkpoint import save_tiny_checkpoint
 from esp_worker.accel import accelerate
 from esp_worker.checkpoint import resolve
 from esp_worker.model import CausalModel, load_model
+
+hypothesis.settings.register_profile("espstream", deadline=None)  # a slow machine fails no test
+hypothesis.settings.load_profile("espstream")
 
 
 @pytest.fixture(scope="session", autouse=True)

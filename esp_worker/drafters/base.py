@@ -1,15 +1,21 @@
-"""The protocol that every drafting method fills. H hidden size, V vocabulary, k masks, P prompt length."""
+"""The protocol that every drafting method fills.
+
+H hidden size, V vocabulary, k masks, P prompt length, R rows of one sequence, K best tokens of a row.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from esp_worker.tree import Draft, TokenTree, row_depths
+from esp_worker.tree import Draft, TokenTree, block_shape, row_depths
+from esp_worker.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +45,52 @@ class Turn:
     length: int
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a new sequence begins with, and how its tokens will be chosen. embed: ids [n] -> embeddings [n, H]."""
+
+    ids: tuple[int, ...]
+    sampling: SamplingParams
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device
+
+    @cached_property
+    def embeds(self) -> torch.Tensor:
+        """[P, H], made when a method asks for them."""
+        return self.embed(torch.tensor(self.ids, device=self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a method wants to see of the model's answers. best: K; probs: their log-probabilities too; prompt: of the
+    prompt's rows too (those that are computed: not of a beginning that was taken over from another row)."""
+
+    best: int
+    probs: bool = False
+    prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The model's answers behind some rows of one sequence. tokens [R]: the rows' own; path: those of them, in order,
+    that the sequence keeps (chunk of a prompt: all; a block: the root and the accepted nodes); best [R, K]: the most
+    probable next tokens, best first; logprobs [R, K]: theirs, None unless asked for."""
+
+    tokens: Sequence[int]
+    path: Sequence[int]
+    best: np.ndarray
+    logprobs: np.ndarray | None
+
+
 class Drafter(Protocol):
     """A drafting method. It never decides tokens, only what is worth verifying."""
 
     name: str
     masks: int  # k: mask rows behind the prompt, and probe rows per owner
+    watch: Watch | None  # None: it never looks at the rows' answers, and nothing is computed for it
 
-    def start(self, prompt_embeds: torch.Tensor) -> Any:
-        """State of a new sequence, from its prompt's embeddings [P, H]."""
+    def start(self, prompt: Prompt) -> Any:
+        """State of a new sequence."""
         ...
 
     def mask_embeds(self, state: Any) -> torch.Tensor:
@@ -67,6 +111,10 @@ class Drafter(Protocol):
         its deepest accepted node (no rows where it owned none)."""
         ...
 
+    def saw(self, states: Sequence[Any], seen: Sequence[Seen]) -> None:
+        """Learn from what `watch` asks for, of a chunk of a prompt or of a step; in front of that step's observe."""
+        ...
+
     def spent(self, seconds: float, tokens: int) -> None:
         """The step of the last draft_all is over: how long it took, and how many tokens all its sequences committed."""
         ...
@@ -74,7 +122,9 @@ class Drafter(Protocol):
 
 class EachByItself(ABC):
     """The part of a Drafter that a method needs no more than once: it drafts for a sequence without regard to the
-    others, and whatever steps cost."""
+    others, whatever steps cost, and (but for a `watch` of its own) without a look at the rows' answers."""
+
+    watch: Watch | None = None
 
     @abstractmethod
     def draft(self, state: Any, root_token: int, room: Room) -> Draft:
@@ -83,8 +133,28 @@ class EachByItself(ABC):
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         return [self.draft(turn.state, turn.root_token, turn.room) for turn in turns]
 
+    def saw(self, states: Sequence[Any], seen: Sequence[Seen]) -> None:
+        raise AssertionError("without `watch` there is nothing to see")
+
     def spent(self, seconds: float, tokens: int) -> None:
         return None
+
+
+class Unprobed(EachByItself):
+    """A method without mask tokens: its blocks are the root and a tree."""
+
+    masks = 0
+
+    def mask_embeds(self, state: Any) -> torch.Tensor:
+        raise AssertionError("this method has no mask tokens")
+
+    def draft(self, state: Any, root_token: int, room: Room) -> Draft:
+        tree = self.tree(state, root_token, room)
+        return Draft(tree, block_shape(tree.parents, (), 0))
+
+    @abstractmethod
+    def tree(self, state: Any, root_token: int, room: Room) -> TokenTree:
+        """What is drafted behind the root."""
 
 
 def possible_owners(tree: TokenTree, masks: int, room: Room) -> tuple[int, ...]:

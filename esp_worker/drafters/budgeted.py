@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from esp_worker.budget import Budget
-from esp_worker.drafters.base import Turn
+from esp_worker.drafters.base import Prompt, Seen, Turn, Watch
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
 from esp_worker.tree import EMPTY_TREE, Draft, TokenTree, most_probable
 
@@ -16,12 +16,14 @@ class BudgetedDrafter:
     """A ProbeDrafter whose trees are cut, and whose probes are dealt out, as `budget` chooses; its own block complexity
     is the most that a sequence gets. Where the budget chooses nothing, a step is plain decoding's: the roots alone."""
 
+    watch: Watch | None = None
+
     def __init__(self, probe: ProbeDrafter, budget: Budget) -> None:
         self.name, self.masks = probe.name, probe.masks
         self._probe, self._budget = probe, budget
 
-    def start(self, prompt_embeds: torch.Tensor) -> ProbeState:
-        return self._probe.start(prompt_embeds)
+    def start(self, prompt: Prompt) -> ProbeState:
+        return self._probe.start(prompt)
 
     def mask_embeds(self, state: ProbeState) -> torch.Tensor:
         return self._probe.mask_embeds(state)
@@ -48,6 +50,9 @@ class BudgetedDrafter:
         for state, run in zip(states, committed, strict=True):
             self._budget.learn(state.levels, run)
         self._probe.observe(states, committed, probe_logits)
+
+    def saw(self, states: Sequence[ProbeState], seen: Sequence[Seen]) -> None:
+        raise AssertionError("without `watch` there is nothing to see")
 
     def spent(self, seconds: float, tokens: int) -> None:
         self._budget.spent(seconds, tokens)

@@ -6,22 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from esp_worker.drafters.base import EachByItself, Room
-from esp_worker.tree import ROOT_ONLY, Draft
+from esp_worker.drafters.base import Prompt, Room, Unprobed
+from esp_worker.tree import EMPTY_TREE, TokenTree
 
 
-class NoDrafter(EachByItself):
+class NoDrafter(Unprobed):
     name = "ar"
-    masks = 0
 
-    def start(self, prompt_embeds: torch.Tensor) -> None:
+    def start(self, prompt: Prompt) -> None:
         return None
 
-    def mask_embeds(self, state: None) -> torch.Tensor:
-        raise AssertionError("plain decoding has no mask tokens")
-
-    def draft(self, state: None, root_token: int, room: Room) -> Draft:
-        return ROOT_ONLY
+    def tree(self, state: None, root_token: int, room: Room) -> TokenTree:
+        return EMPTY_TREE
 
     def observe(
         self, states: Sequence[None], committed: Sequence[Sequence[int]], probe_logits: Sequence[torch.Tensor]

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from esp_worker.drafters.base import EachByItself, Room, possible_owners
+from esp_worker.drafters.base import EachByItself, Prompt, Room, possible_owners
 from esp_worker.tree import (
     PRUNE_RULES,
     SHAPE_MAKERS,
@@ -41,10 +41,12 @@ Moments = tuple[torch.Tensor, torch.Tensor]  # mean and standard deviation of ea
 
 @dataclass(slots=True)
 class ProbeState:
-    """masks: [k, H], in at least fp32; levels: candidates of depth 1.. of the next tree."""
+    """masks: [k, H], in at least fp32; committed: tokens that they have not followed yet; levels: candidates of depth
+    1.. of the next tree."""
 
     masks: torch.Tensor
     levels: list[Candidates] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
 
 
 class ProbeDrafter(EachByItself):
@@ -93,10 +95,15 @@ class ProbeDrafter(EachByItself):
         self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset, table=moments)
         self._make_shape = SHAPE_MAKERS[impl]
 
-    def start(self, prompt_embeds: torch.Tensor) -> ProbeState:
-        return ProbeState(self._initial_masks(prompt_embeds))
+    def start(self, prompt: Prompt) -> ProbeState:
+        return ProbeState(self._initial_masks(prompt.embeds))
 
     def mask_embeds(self, state: ProbeState) -> torch.Tensor:
+        """The masks follow the text here, so that steps without a probe spend nothing on them."""
+        if state.committed:
+            tokens = torch.tensor(state.committed, device=state.masks.device)
+            state.masks = ema_update(state.masks, self._embed(tokens), self._ema)
+            state.committed = []
         return state.masks
 
     def draft(self, state: ProbeState, root_token: int, room: Room) -> Draft:
@@ -119,10 +126,8 @@ class ProbeDrafter(EachByItself):
         committed: Sequence[Sequence[int]],
         probe_logits: Sequence[torch.Tensor],
     ) -> None:
-        tokens = torch.tensor([token for run in committed for token in run], device=probe_logits[0].device)
-        embeds = self._embed(tokens).split([len(run) for run in committed])
-        for state, run in zip(states, embeds, strict=True):
-            state.masks = ema_update(state.masks, run, self._ema)
+        for state, run in zip(states, committed, strict=True):
+            state.committed += run
         levels = top_candidates(torch.cat(list(probe_logits)), self.candidates)
         for state, logits in zip(states, probe_logits, strict=True):
             state.levels, levels = levels[: len(logits)], levels[len(logits) :]

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny import mixed_requests, tiny_model
 
 from esp_worker import reference
 from esp_worker.budget import PLAIN, AutoBudget, Share
-from esp_worker.drafters.base import Room, Turn
+from esp_worker.drafters.base import Prompt, Room, Turn
 from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
-from esp_worker.tree import ROOT_ONLY, Candidates, Draft, TokenTree
+from esp_worker.tree import Candidates, Draft, TokenTree
+from esp_worker.types import SamplingParams
 
 
 class RandomBudget:
@@ -101,7 +101,7 @@ def test_auto_where_rows_are_free_and_where_they_are_dear(row: float) -> None:
     rows = sum(completion.stats.rows_computed for completion in done)
     if row == 10.0:
         assert drafted == 0
-        assert rows <= 1.02 * calls
+        assert rows <= 1.1 * calls  # a few explored: their share is of real time
     if row == 1e-6:
         assert drafted > calls, "once it has seen some plain steps"
 
@@ -122,7 +122,7 @@ def test_off_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(drafts: Sequence[Draft]) -> Any:
         hidden = forward(drafts)
         widths.append(hidden.shape[1])
-        assert all(draft == ROOT_ONLY for draft in drafts)
+        assert all(draft.shape.rows == 1 for draft in drafts)
         return hidden
 
     monkeypatch.setattr(engine, "_forward", watched)
@@ -145,7 +145,7 @@ def test_a_draft_is_cut_to_its_share_and_calibrated_first() -> None:
 
     model = tiny_model("llama")
     drafter = BudgetedDrafter(ProbeDrafter(model.embed, block_complexity=40), Fixed(0))
-    states = [drafter.start(model.embed(torch.tensor([1, 2, 3]))) for _ in range(2)]
+    states = [drafter.start(Prompt((1, 2, 3), SamplingParams(20), model.embed, model.device)) for _ in range(2)]
     states[0].levels = [Candidates([3, 4, 5], [0.5, 0.3, 0.1])]
     turns = [Turn(state, 9, Room(20), length) for state, length in zip(states, (4, 9), strict=True)]
     first, second = drafter.draft_all(turns)

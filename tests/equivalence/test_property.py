@@ -7,7 +7,7 @@ default, other cases are drawn at each run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, VOCAB, prompt, tiny_model
 
 from esp_worker import reference
+from esp_worker.drafters.base import Drafter
+from esp_worker.drafters.hybrid import HybridDrafter
+from esp_worker.drafters.lade import Lookahead
 from esp_worker.drafters.none import NoDrafter
+from esp_worker.drafters.pld import PromptLookup
 from esp_worker.drafters.probe import ProbeDrafter
+from esp_worker.drafters.recycle import TokenRecycling
+from esp_worker.drafters.stand import Stand
 from esp_worker.engine import Engine
+from esp_worker.model import CausalModel
+from esp_worker.rows import FixedRows
 from esp_worker.types import Request, SamplingParams, StopMatch
 
 DEFAULT_CASES = 400
@@ -79,7 +87,24 @@ def requests(draw: st.DrawFn) -> list[Request]:
 
 
 @st.composite
-def drafter_settings(draw: st.DrawFn) -> dict[str, Any]:
+def drafters(draw: st.DrawFn) -> Callable[[CausalModel], Drafter]:
+    """What makes the drafter of a model: of ESP every other time."""
+    probe = draw(probe_settings())
+    ngram, rows = draw(st.integers(1, 4)), draw(st.integers(2, 40))
+    makers: dict[str, Callable[[CausalModel], Drafter]] = {
+        "esp": lambda model: ProbeDrafter(model.embed, table=model.embedding_moments, **probe),
+        "ar": lambda model: NoDrafter(),
+        "pld": lambda model: PromptLookup(ngram=ngram, depth=rows),
+        "lade": lambda model: Lookahead(lookahead=(1 + ngram, 1 + rows % 7, 1 + rows % 5)),
+        "stand": lambda model: Stand(ngram=ngram, block_complexity=rows),
+        "hybrid": lambda model: HybridDrafter(model.embed, FixedRows(rows)),
+        "recycle": lambda model: TokenRecycling(model.vocab_size, block_complexity=rows),
+    }
+    return makers[draw(st.sampled_from(["esp"] * 4 + ["hybrid"] * 2 + ["ar", "pld", "lade", "stand", "recycle"]))]
+
+
+@st.composite
+def probe_settings(draw: st.DrawFn) -> dict[str, Any]:
     masks = draw(st.integers(1, 3))
     tree = draw(st.sampled_from(["dynamic", "static", "best_first"]))
     owners = draw(st.sampled_from([None, None, 1, 3]))
@@ -113,24 +138,23 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
 @settings(
     max_examples=CASES,
     derandomize=CASES <= DEFAULT_CASES,
-    deadline=None,
     database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
     family=st.sampled_from(FAMILIES),
-    method=st.sampled_from(["esp", "esp", "esp", "ar"]),
-    drafter=drafter_settings(),
+    drafter=drafters(),
     engine=engine_settings(),
     asked=requests(),
 )
 def test_the_engine_equals_the_reference(
-    family: str, method: str, drafter: dict[str, Any], engine: dict[str, Any], asked: list[Request]
+    family: str, drafter: Callable[[CausalModel], Drafter], engine: dict[str, Any], asked: list[Request]
 ) -> None:
     model = tiny_model(family)
-    runner = Engine(model, [ProbeDrafter(model.embed, table=model.embedding_moments, **drafter), NoDrafter()], **engine)
-    done = {completion.request_id: completion for completion in runner.generate(asked, method)}
+    done = {
+        completion.request_id: completion for completion in Engine(model, [drafter(model)], **engine).generate(asked)
+    }
     assert len(done) == len(asked)
     for item in asked:
         want, got = reference.decode(model, item, engine["max_length"]), done[item.request_id]

@@ -120,6 +120,32 @@ def test_sides_are_a_product_and_plain_decoding_stands_once_for_each_number_of_s
     assert sides_of("--methods", "ar", "--bc", "10,30", "--vary", "masks=1,2") == [("ar", None, 1, {})]
 
 
+def test_each_method_takes_of_the_settings_and_rows_what_is_its_own() -> None:
+    methods = ["--methods", "ar,esp,pld,recycle,lade", "--bc", "10,30"]
+    assert sides_of(*methods, "--vary", "masks=1,2", "--decoder", "depth=4") == [
+        ("ar", None, 1, {}),
+        *(("esp", bc, 1, {"masks": masks}) for bc in (10, 30) for masks in ("1", "2")),
+        ("pld", 5, 1, {}),
+        *((method, bc, 1, {}) for method in ("recycle", "lade") for bc in (10, 30)),
+    ]
+    lookahead = sides_of("--methods", "lade", "--bc", "10", "--vary", "lookahead=[3,2,1],[4,5,5]")
+    assert lookahead == [("lade", 6, 1, {"lookahead": "[3,2,1]"}), ("lade", 30, 1, {"lookahead": "[4,5,5]"})]
+
+
+def test_every_methods_tokens_are_plain_decodings(
+    tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--dtype", "float64", "--new", "12", "--repeat", "1", "--threads", str(torch.get_num_threads())]
+    methods = ["--methods", "ar,pld,lade,stand,recycle", "--bc", "10"]
+    assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options, *methods]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [result["method"] for result in results] == ["ar", "pld", "lade", "stand", "recycle"]
+    for result in results:
+        assert result["exact_match_rate"] == 1.0
+        assert 1.0 <= result["rows_per_call"] <= (result["bc"] or 1)
+    assert any(result["tau"] > 1 for result in results)
+
+
 def test_the_widths_of_a_static_tree_give_its_masks_and_rows() -> None:
     """Table 3's row: one, two and three masks, each with its own tree."""
     sides = sides_of("--methods", "esp", "--vary", "tree=29,15x4,7x5x3")
@@ -136,6 +162,9 @@ def test_the_widths_of_a_static_tree_give_its_masks_and_rows() -> None:
         (["--vary", "tree=7x2", "--bc", "60"], "decoder: block_complexity: 60 is not that of branches [7, 2]"),
         (["--vary", "tree=7x2", "--decoder", "masks=1"], "decoder: branches [7, 2] has 2 widths for masks: 1"),
         (["--decoder", "ema=[0"], "decoder.ema: [0 is not valid YAML"),
+        (["--decoder", "depth=4"], "decoder.depth: none of the methods esp has this setting"),
+        (["--methods", "pld,recycle", "--vary", "masks=1,2"], "decoder.masks: none of the methods pld, recycle has"),
+        (["--methods", "lade", "--bc", "31"], "decoder: block_complexity: 31 is none of the paper's for lade"),
     ],
 )
 def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +176,7 @@ def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--methods", "ar,medusa"], "methods are ar, esp"),
+        (["--methods", "ar,medusa"], "methods are esp, ar, pld"),
         (["--vary", "impl"], "expected a decoder setting and its value"),
         (["--vary", "block_complexity=10,30"], "use --bc for block_complexity"),
         (["--decoder", "method=ar"], "use --methods for method"),

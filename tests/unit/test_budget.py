@@ -60,7 +60,7 @@ def test_worth_is_that_of_the_cut_trees(tree: TokenTree) -> None:
 # The best choice
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 2), st.data())
 def test_no_choice_is_better(given_trees: list[TokenTree], masks: int, data: st.DataObject) -> None:
     """Against every way to give each sequence nodes and owners, at 5 rows each."""

@@ -394,6 +394,70 @@ def test_a_decoder_setting_that_does_not_apply_is_refused(decoder: dict[str, Any
     assert problem(decoder=decoder).startswith(f"decoder: {message}")
 
 
+@pytest.mark.parametrize(
+    ("decoder", "rows", "settings"),
+    [
+        ({"method": "pld"}, 11, {"ngram": 3, "depth": 10, "lookahead": None}),
+        ({"method": "pld", "depth": 4, "ngram": 2, "block_complexity": 5}, 5, {"ngram": 2, "depth": 4}),
+        ({"method": "lade"}, 30, {"lookahead": [4, 5, 5]}),
+        ({"method": "lade", "block_complexity": 10}, 10, {"lookahead": [3, 4, 1]}),
+        ({"method": "lade", "block_complexity": 60}, 60, {"lookahead": [5, 8, 7]}),
+        ({"method": "lade", "lookahead": [3, 2, 1]}, 6, {"lookahead": [3, 2, 1]}),
+        ({"method": "stand", "ngram": 4}, 30, {"ngram": 4, "lookahead": None}),
+        ({"method": "recycle", "block_complexity": 2}, 2, {}),
+    ],
+)
+def test_rows_of_the_baselines(decoder: dict[str, Any], rows: int, settings: dict[str, Any]) -> None:
+    config = config_of(decoder=decoder).decoder
+    assert config.block_complexity == rows
+    assert settings.items() <= config.model_dump().items()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (
+            {"method": "pld", "block_complexity": 30},
+            "decoder: block_complexity: 30 is not that of depth: 10, 1 + depth = 11; leave block_complexity out",
+        ),
+        (
+            {"method": "lade", "block_complexity": 31, "lookahead": [4, 5, 5]},
+            "decoder: block_complexity: 31 is not that of lookahead: [4, 5, 5], (L-1)(W+G) = 30; leave",
+        ),
+        (
+            {"method": "lade", "block_complexity": 31},
+            "decoder: block_complexity: 31 is none of the paper's for lade, 10, 30, 60; give lookahead: [L, W, G]",
+        ),
+        ({"method": "lade", "lookahead": [1, 5, 5]}, "decoder.lookahead: [1, 5, 5]: L, the tokens of an n-gram, must"),
+        ({"method": "lade", "lookahead": [4, 5]}, "decoder.lookahead: "),
+        ({"method": "lade", "lookahead": 4}, "decoder.lookahead: "),
+        ({"method": "lade", "lookahead": [4, 5, "x"]}, "decoder.lookahead.2: "),
+        ({"method": "pld", "depth": "far"}, "decoder.depth: "),
+        ({"method": "pld", "depth": "4"}, "decoder.depth: "),
+        ({"method": "lade", "lookahead": "345"}, "decoder.lookahead: "),
+        ({"method": "lade", "lookahead": [4, 5, 0]}, "decoder.lookahead.2: "),
+        ({"method": "recycle", "block_complexity": [4]}, "decoder.block_complexity: give auto, or the rows"),
+        ({"method": "lade", "block_complexity": [4]}, "decoder: block_complexity: [4] is none of the paper's"),
+        ({"method": ["lade"]}, "decoder.method: "),
+        ({"method": "stand", "ngram": 0}, "decoder.ngram: "),
+        ({"method": "recycle", "block_complexity": 1}, "decoder.block_complexity: give auto, or the rows"),
+        ({"method": "stand", "block_complexity": "auto"}, "decoder: block_complexity: auto belongs to method: esp;"),
+        ({"method": "recycle", "masks": 2}, "decoder: masks: no settings of method: recycle; leave them out"),
+        (
+            {"method": "pld", "init": "last_k", "lookahead": [4, 5, 5]},
+            "decoder: init, lookahead: no settings of method:",
+        ),
+        ({"method": "lade", "ngram": 2}, "decoder: ngram: no settings of method: lade"),
+        ({"method": "stand", "tree": "static", "branches": [3]}, "decoder: tree, branches: no settings of"),
+        ({"ngram": 2, "depth": 4}, "decoder: ngram, depth: no settings of method: esp"),
+        ({"method": "ar", "depth": 4}, "decoder: depth: method: ar drafts nothing"),
+        ({"method": "lookahead"}, "decoder.method: "),
+    ],
+)
+def test_a_baselines_setting_that_is_wrong_or_not_its_own(decoder: dict[str, Any], message: str) -> None:
+    assert problem(decoder=decoder).startswith(message)
+
+
 def test_a_decoder_setting_at_its_default_always_applies() -> None:
     decoder = {"method": "ar", "probe_owners": "all", "impl": "efficient", "init_offset": 1}
     assert config_of(decoder=decoder).decoder == config_of(decoder={"method": "ar"}).decoder

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from esp_worker.tree import (
     EMPTY_TREE,
     PRUNE_RULES,
-    ROOT_ONLY,
     SHAPE_MAKERS,
     BlockShape,
     Candidates,
@@ -128,7 +127,6 @@ def test_no_candidates_no_tree() -> None:
     assert dynamic_tree([], 9, 1, KEEP_ALL, 9) == EMPTY_TREE
     assert static_tree([], [4], 1, KEEP_ALL, 9) == EMPTY_TREE
     assert best_first_tree([], 9, 1, KEEP_ALL, 9) == EMPTY_TREE
-    assert (ROOT_ONLY.tree, ROOT_ONLY.shape.rows) == (EMPTY_TREE, 1)
 
 
 # ------------------------------------------------------------------------------------------------------- best first

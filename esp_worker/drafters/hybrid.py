@@ -1,0 +1,224 @@
+"""Hybrid: one tree a step from all that can be known without training, by how often each source has been right.
+
+Sources, of a candidate behind a path of drafted tokens:
+- recall: the model's newest answers behind the path's last 3, 2 and 1 tokens, by any sequence of this engine and also
+  where that row was rejected (after Token Recycling, arXiv 2408.08696, and STAND, arXiv 2506.04708);
+- model: the model's own successors of the path's last token, known before any text (prime.py);
+- text: what followed the path's last tokens in this sequence's own prompt and output (after prompt lookup);
+- probe: ESP's mask token behind the root, where the last step's deepest accepted row had one (arXiv 2603.17942).
+
+Each source's opinion is a code, the codes' weights are learned online (odds.py), and the tree holds the most probable
+paths. Probes go to the rows most likely to end the accepted path.
+
+Sampled rows: the noise of each output position is known before its logits are (sampling.gumbel_noise), so an answer
+is weighed as it will be drawn from: where it is right, its candidate ranked first is the token that will be drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
+from esp_worker.drafters.ngrams import Followers
+from esp_worker.drafters.probe import ProbeDrafter, ProbeState
+from esp_worker.drafters.recall import Context, Recall
+from esp_worker.odds import Candidate, Odds
+from esp_worker.rows import Rows
+from esp_worker.sampling import gumbel_noise
+from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, grow_best_first, most_probable
+from esp_worker.types import SamplingParams
+
+LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of a path
+PROBED = 16  # of a probe's candidates
+ROWS_PER_PROBE = 10
+
+# Codes of a source that gives probabilities: it knows nothing here; it does not name the token; above 1/2, 1/4, ..
+_NOTHING, _NOT_NAMED, _NAMED = 0, 1, 2
+_BINS = 7
+# The text's: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
+_KINDS = 4
+
+# Weights that learning begins with, by source and code: learned from 52 prompts of Spec-Bench by SmolLM2-135M.
+_PRIOR_BIAS = -0.5
+_PRIOR_RECALL = (  # by ORDERS
+    (0.6, -0.5, 0.5, 0.1, 0.0, -0.2, -0.6, -1.1, -1.1),
+    (-0.2, -0.7, 1.1, 0.2, 0.1, -0.3, -0.5, -0.7, -1.0),
+    (-0.3, -1.0, 1.1, 0.3, 0.1, -0.3, -0.4, -0.6, -0.9),
+)
+_PRIOR_MODEL = (0.0, -0.5, 0.8, 0.4, 0.1, 0.0, -0.2, -0.4, -0.6)
+_PRIOR_TEXT = (
+    *(-1.4, -2.0),
+    *(0.4, 0.8, -0.5, -1.0),
+    *(0.8, 0.6, -0.1, -0.7),
+    *(1.4, 0.5, -0.1, -0.3),
+    *(2.5, 1.5, 0.3, 0.1),
+)
+_PRIOR_PROBE = (0.0, -0.8, 1.0, 0.5, 0.2, 0.0, -0.3, -0.7, -1.2)
+
+
+@dataclass(slots=True)
+class HybridState:
+    """text: prompt and output, the root last; drawn: output tokens; proposed: of the tree drafted last, the candidates
+    behind each path; contexts: those of its rows."""
+
+    sampling: SamplingParams
+    probe: ProbeState
+    text: Followers
+    drawn: int = 0
+    proposed: dict[tuple[int, ...], list[Candidate]] = field(default_factory=dict)
+    contexts: list[Context] = field(default_factory=list)
+
+    @property
+    def tail(self) -> Context:
+        return tuple(self.text.tokens[-LONGEST:])
+
+
+class HybridDrafter:
+    """rows: how many rows a step takes (rows.FixedRows, or what pays most here: rows.BestRows); successors: the model's
+    own, of each token (None: they are not known)."""
+
+    name = "hybrid"
+    masks = 1
+
+    def __init__(
+        self,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        rows: Rows,
+        successors: Callable[[int], tuple[list[int], list[float]] | None] = lambda token: None,
+    ) -> None:
+        self._rows = rows
+        self._successors = successors
+        self._probe = ProbeDrafter(embed, masks=self.masks, block_complexity=2 * (PROBED + 1), probe_owners=1)
+        self._recall = Recall()
+        self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
+        self.watch: Watch | None = Watch(best=self._recall.best, probs=True)
+
+    def start(self, prompt: Prompt) -> HybridState:
+        return HybridState(prompt.sampling, self._probe.start(prompt), Followers(prompt.ids, LONGEST))
+
+    def mask_embeds(self, state: HybridState) -> torch.Tensor:
+        return self._probe.mask_embeds(state.probe)
+
+    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
+        context = max(turn.length for turn in turns)
+        least = self._rows.least(len(turns), context)
+        trees = [self._grow(turn.state, turn.room, least) for turn in turns]
+        rows = self._rows.choose(trees, context)
+        return [self._draft(turn, tree, rows) for turn, tree in zip(turns, trees, strict=True)]
+
+    def saw(self, states: Sequence[HybridState], seen: Sequence[Seen]) -> None:
+        contexts: list[Context] = []
+        tokens: list[np.ndarray] = []
+        logprobs: list[np.ndarray] = []
+        kept: list[int] = []
+        for state, each in zip(states, seen, strict=True):
+            assert each.logprobs is not None
+            kept += [len(contexts) + row for row in each.path]
+            contexts += state.contexts
+            tokens.append(each.best)
+            logprobs.append(each.logprobs)
+        order = [*range(len(contexts)), *kept]  # of equal contexts, one that a sequence keeps has the last word
+        best = np.concatenate(tokens), np.concatenate(logprobs)
+        self._recall.learn([contexts[row] for row in order], best[0][order], best[1][order])
+
+    def observe(
+        self,
+        states: Sequence[HybridState],
+        committed: Sequence[Sequence[int]],
+        probe_logits: Sequence[torch.Tensor],
+    ) -> None:
+        for state, run in zip(states, committed, strict=True):
+            for place, token in enumerate(run):
+                self._odds.learn(state.proposed.get(tuple(run[:place]), ()), token)
+            state.text.extend(run)
+            state.drawn += len(run)
+        self._probe.observe([state.probe for state in states], committed, probe_logits)
+
+    def spent(self, seconds: float, tokens: int) -> None:
+        self._rows.spent(seconds, tokens)
+
+    # ---- the tree
+
+    def _grow(self, state: HybridState, room: Room, least: float) -> TokenTree:
+        state.proposed = {}
+        if least > 1:
+            return EMPTY_TREE
+        tail = state.tail
+
+        def children(path: tuple[int, ...]) -> Iterator[tuple[int, float]]:
+            candidates = state.proposed[path] = self._candidates(state, tail, path)
+            return ((candidate.token, candidate.prob) for candidate in candidates)
+
+        return grow_best_first(children, self._rows.most - 1, room.max_depth, least)
+
+    def _draft(self, turn: Turn, tree: TokenTree, rows: int) -> Draft:
+        """The best nodes for `rows` rows; those that no node takes own probes."""
+        probes = rows // ROWS_PER_PROBE if turn.room.masks(self.masks) else 0
+        tree = most_probable(tree, rows - 1 - probes)
+        turn.state.contexts = _contexts(turn.state.tail, tree)
+        spare = rows - 1 - len(tree) if probes else 0
+        return self._probe.block(tree, turn.room, min(spare, 1 + len(tree)))
+
+    def _candidates(self, state: HybridState, tail: Context, path: tuple[int, ...]) -> list[Candidate]:
+        """Of what may follow `path`, each with every source's code."""
+        context = (*tail, *path)[-LONGEST:]
+        answers = [*self._recall.answers(context), self._successors(context[-1]), _probed(state.probe.levels, path)]
+        followed = list(state.text.after(context))
+        silent = [*(_NOTHING if each is None else _NOT_NAMED for each in answers), _NOT_NAMED if followed else _NOTHING]
+        opinions: dict[int, list[int]] = {}
+        for source, answer in enumerate(answers):
+            if answer is not None:
+                for token, chance in self._chances(state, *answer, state.drawn + len(path)):
+                    opinions.setdefault(token, silent.copy())[source] = _NAMED + _bin(chance)
+        for token, code in _text_codes(followed):
+            opinions.setdefault(token, silent.copy())[-1] = code
+        return self._odds.candidates(opinions)
+
+    def _chances(
+        self, state: HybridState, tokens: list[int], logprobs: list[float], position: int
+    ) -> Iterable[tuple[int, float]]:
+        """(token, how likely the row's own choice at that output position)."""
+        params = state.sampling
+        if params.temperature == 0:
+            return zip(tokens, map(math.exp, logprobs), strict=True)
+        noise = gumbel_noise(params.seed, params.sample_index, position, torch.tensor(tokens)).numpy()
+        scores = np.asarray(logprobs) / params.temperature + noise
+        chances = np.exp(scores - scores.max())
+        return zip(tokens, (chances / chances.sum()).tolist(), strict=True)
+
+
+def _probed(levels: Sequence[Candidates], path: tuple[int, ...]) -> tuple[list[int], list[float]] | None:
+    """What the probes say of the place behind `path`: (tokens, log-probabilities)."""
+    if len(path) >= len(levels):
+        return None
+    level = levels[len(path)]
+    return list(level.tokens[:PROBED]), [math.log(prob + 1e-30) for prob in level.probs[:PROBED]]
+
+
+def _bin(chance: float) -> int:
+    return min(1 - math.frexp(chance)[1], _BINS - 1) if chance < 1 else 0
+
+
+def _text_codes(followed: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int, int]]:
+    """(token, code) of what has followed, by the longest n-gram that it followed."""
+    named: set[int] = set()
+    for size, tokens in followed:
+        distinct = set(tokens)
+        for token in distinct - named:
+            alone, newest = (0, 1), (3, 2)
+            kind = alone[len(tokens) > 1] if len(distinct) == 1 else newest[token == tokens[-1]]
+            yield token, _NAMED + _KINDS * (size - 1) + kind
+        named |= distinct
+
+
+def _contexts(tail: Context, tree: TokenTree) -> list[Context]:
+    """Of root and nodes."""
+    contexts = [tail]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        contexts.append((*contexts[parent], token)[-LONGEST:])
+    return contexts

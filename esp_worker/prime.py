@@ -1,0 +1,106 @@
+"""The model's own successors of each token, without any text: what a hybrid draft knows before it has seen a row.
+
+One forward pass shows them of hundreds of tokens, siblings behind one beginning token. V vocabulary, K answers of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from esp_worker.cache import rounded
+from esp_worker.checkpoint import cache_folder
+from esp_worker.model import CausalModel
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+BEST = 8
+SIBLINGS = 256  # tokens of one pass
+SECONDS = 60.0  # most time that is spent on it; a vocabulary's lower ids are its more frequent tokens, and come first
+
+
+@dataclass(frozen=True)
+class Successors:
+    """tokens [n, K], logprobs [n, K]: of token ids 0.. n - 1, best first; n may be less than V."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+    def of(self, token: int) -> tuple[list[int], list[float]] | None:
+        """(tokens, log-probabilities), None for a token that was not looked at."""
+        if token >= len(self.tokens):
+            return None
+        return self.tokens[token].tolist(), self.logprobs[token].tolist()
+
+
+def successors(model: CausalModel, identity: str) -> Successors:
+    """This machine's copy for the model (identity: its checkpoint's), or made now and kept: at most SECONDS."""
+    digest = xxhash.xxh3_64_hexdigest(f"{FORMAT} {identity} {model.dtype}".encode())
+    file = cache_folder() / "successors" / f"{digest}.npz"
+    try:
+        return _load(file)
+    except FileNotFoundError:
+        logger.info("no successors of this model's tokens in %s: looking at them, once", file)
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("%s cannot be used (%s): made again", file, error)
+    found = prime(model)
+    _save(file, found)
+    return found
+
+
+@torch.inference_mode()
+def prime(model: CausalModel, seconds: float = SECONDS) -> Successors:
+    """The K most probable next tokens behind each token of the vocabulary, for as many as `seconds` allow."""
+    cache = model.new_cache(1)
+    cache.resize(1, rounded(1 + SIBLINGS))
+    device, began = model.device, time.perf_counter()
+    beginning = torch.tensor([[_beginning(model)]], device=device)
+    nowhere, at_start = (
+        torch.zeros(1, dtype=torch.long, device=device),
+        torch.zeros(1, 1, dtype=torch.long, device=device),
+    )
+    alone = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    model.forward_block(cache, 0, nowhere, model.embed(beginning), at_start, alone)
+    tokens, logprobs = [], []
+    for first in range(0, model.vocab_size, SIBLINGS):
+        ids = torch.arange(first, min(first + SIBLINGS, model.vocab_size), device=device)[None]
+        behind = torch.ones_like(ids)
+        themselves = torch.eye(ids.shape[1], dtype=torch.bool, device=device)[None]
+        hidden = model.forward_block(cache, 0, nowhere + 1, model.embed(ids), behind, themselves)
+        values, best = model.logits(hidden[0]).float().log_softmax(-1).topk(min(BEST, model.vocab_size))
+        tokens.append(best.cpu().numpy())
+        logprobs.append(values.cpu().numpy())
+        if time.perf_counter() - began > seconds:
+            break
+    return Successors(np.concatenate(tokens), np.concatenate(logprobs))
+
+
+def _beginning(model: CausalModel) -> int:
+    """The token that texts begin with: the model's BOS, else its EOS (which ends the text before), else its first."""
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(model.config, name, None)
+        if isinstance(token, list):
+            token = token[0]
+        if token is not None and 0 <= token < model.vocab_size:
+            return int(token)
+    return 0
+
+
+def _load(file: Path) -> Successors:
+    with np.load(file, allow_pickle=False) as arrays:
+        return Successors(arrays["tokens"], arrays["logprobs"])
+
+
+def _save(file: Path, found: Successors) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_name(f".{os.getpid()}-{file.name}")
+    np.savez(scratch, tokens=found.tokens, logprobs=found.logprobs)
+    scratch.replace(file)

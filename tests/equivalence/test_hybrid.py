@@ -1,0 +1,56 @@
+"""Hybrid drafts choose rows, never tokens: whatever the table of successors and the budget say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, mixed_requests, tiny_model
+
+from esp_worker import reference
+from esp_worker.drafters.hybrid import HybridDrafter
+from esp_worker.drafters.none import NoDrafter
+from esp_worker.engine import Engine
+from esp_worker.prime import SIBLINGS, prime
+from esp_worker.rows import BestRows, FixedRows
+
+
+class Costs:
+    def __init__(self, row: float) -> None:
+        self.row = row
+
+    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
+        return 1e-3 * (1 + self.row * sequences * np.asarray(rows, np.float64))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("rows", [FixedRows(11), BestRows(Costs(0.001)), BestRows(Costs(0.3))])
+def test_tokens_are_the_references(family: str, temperature: float, rows: FixedRows | BestRows) -> None:
+    model = tiny_model(family)
+    engine = Engine(model, [HybridDrafter(model.embed, rows, prime(model).of), NoDrafter()], slots=3)
+    asked = mixed_requests(temperature=temperature, seed=3)
+    done = {completion.request_id: completion for completion in engine.generate(asked)}
+    for item in asked:
+        assert done[item.request_id].token_ids == reference.decode(model, item).token_ids
+    assert sum(each.stats.drafted_tokens for each in done.values()) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-narrow"])
+def test_successors_are_the_models_own(family: str) -> None:
+    """Each token behind the beginning, as the stock model's forward has it."""
+    model = tiny_model(family)
+    found = prime(model)
+    assert len(found.tokens) == VOCAB
+    beginning = model.config.bos_token_id
+    assert isinstance(beginning, int)
+    with model.stock() as stock, torch.inference_mode():
+        texts = torch.tensor([[beginning, token] for token in range(VOCAB)])
+        logprobs = stock(texts).logits[:, -1].float().log_softmax(-1)
+    want, tokens = logprobs.topk(8)
+    np.testing.assert_allclose(found.logprobs, want.numpy(), atol=1e-5)
+    assert (torch.from_numpy(found.tokens) == tokens).float().mean() > 0.99  # ties apart
+
+
+def test_a_second_does_not_do_for_a_whole_vocabulary() -> None:
+    assert len(prime(tiny_model("llama"), seconds=0.0).tokens) == min(SIBLINGS, VOCAB)

@@ -1,0 +1,188 @@
+"""The hybrid draft's sources: what each remembers, what it says, and that the tree holds what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esp_worker.drafters.base import Prompt, Room, Seen, Turn
+from esp_worker.drafters.hybrid import HybridDrafter, HybridState
+from esp_worker.drafters.ngrams import Followers
+from esp_worker.drafters.recall import ORDERS, Recall
+from esp_worker.rows import FixedRows
+from esp_worker.sampling import gumbel_noise
+from esp_worker.tree import Draft
+from esp_worker.types import SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=99)
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def hybrid(rows: int = 6, known: dict[int, list[int]] | None = None) -> HybridDrafter:
+    table = known or {}
+    successors = {token: (best, [-0.1 - rank for rank in range(len(best))]) for token, best in table.items()}
+    return HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), FixedRows(rows), successors.get)
+
+
+def start(drafter: HybridDrafter, ids: Sequence[int], first: int, sampling: SamplingParams = GREEDY) -> HybridState:
+    state = drafter.start(Prompt(tuple(ids), sampling, lambda ids: torch.zeros(*ids.shape, 4), torch.device("cpu")))
+    drafter.observe([state], [[first]], [torch.zeros(0, 9)])
+    return state
+
+
+def draft(drafter: HybridDrafter, state: HybridState, tokens: int = 99) -> Draft:
+    (made,) = drafter.draft_all([Turn(state, state.text.tokens[-1], Room(tokens), len(state.text.tokens))])
+    return made
+
+
+def seen(tokens: Sequence[int], path: Sequence[int], best: Sequence[Sequence[int]], prob: float = 0.9) -> Seen:
+    logprobs = np.full((len(best), 8), -9.0, np.float32)
+    logprobs[:, 0] = np.log(prob)
+    filled = [[*row, *range(100, 108 - len(row))] for row in best]
+    return Seen(tokens, path, np.array(filled), logprobs)
+
+
+# --------------------------------------------------------------------------------------------------------- sources
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=30))
+def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int, ...]]) -> None:
+    recall = Recall(best=2, bits=16)  # so few contexts share no place in it
+    answers = np.array([[row, row + 1] for row in range(len(contexts))])
+    recall.learn(contexts, answers, -answers.astype(np.float32))
+    for asked in [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]:
+        for size, got in zip(ORDERS, recall.answers(asked), strict=True):
+            rows = [row for row, context in enumerate(contexts) if context[-size:] == asked[-size:]]
+            assert got == (([rows[-1], rows[-1] + 1], [-rows[-1], -rows[-1] - 1.0]) if rows else None)
+
+
+def test_contexts_that_share_a_place_do_not_answer_for_each_other() -> None:
+    recall = Recall(best=1, bits=0)  # one place for all
+    recall.learn([(1,), (2,)], np.array([[5], [6]]), np.zeros((2, 1), np.float32))
+    assert recall.answers((1,)) == [None, None, None]
+    assert recall.answers((2,)) == [([6], [0.0]), None, None]
+
+
+def test_short_texts_have_short_contexts() -> None:
+    recall = Recall(best=1)
+    recall.learn([(7,)], np.array([[5]]), np.zeros((1, 1), np.float32))
+    assert recall.answers((7,)) == [([5], [0.0]), None, None]
+    assert recall.answers((1, 2, 7)) == [([5], [0.0]), None, None]
+
+
+@given(texts, st.lists(texts, max_size=3), st.integers(1, 4))
+def test_followers_are_all_that_followed(first: list[int], runs: list[list[int]], longest: int) -> None:
+    followers = Followers(first, longest)
+    text = list(first)
+    for run in runs:
+        followers.extend(run)
+        text += run
+    for size, tokens in followers.after(tuple(text)):
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        assert tokens == [text[end] for end in ends][-Followers.NEWEST :]
+    sizes = [size for size, _ in followers.after(tuple(text))]
+    before = [tuple(text[end - size : end]) for size in range(1, longest + 1) for end in range(size, len(text))]
+    stood = [size for size in range(longest, 0, -1) if size <= len(text) and tuple(text[-size:]) in before]
+    assert sizes == stood
+
+
+# ------------------------------------------------------------------------------------------------------------ trees
+
+
+def test_nothing_known_drafts_nothing() -> None:
+    drafter = hybrid()
+    made = draft(drafter, start(drafter, [1, 2], 3))
+    assert not len(made.tree)
+
+
+def test_each_source_alone_makes_a_draft() -> None:
+    by_text = hybrid(rows=3)
+    assert draft(by_text, start(by_text, [4, 5, 6, 9], 4)).tree.tokens == (5, 6)
+
+    by_model = hybrid(rows=3, known={3: [8, 7]})
+    assert 8 in draft(by_model, start(by_model, [1, 2], 3)).tree.tokens
+
+    by_recall = hybrid(rows=3)
+    state = start(by_recall, [1, 2], 3)
+    draft(by_recall, state)
+    by_recall.saw([state], [seen([3], [0], [[6]])])
+    assert 6 in draft(by_recall, start(by_recall, [9, 9], 3)).tree.tokens, "another sequence's answer"
+
+    by_probe = hybrid(rows=3)
+    state = start(by_probe, [1, 2], 3)
+    logits = torch.full((1, 9), -9.0)
+    logits[0, 5] = 9.0
+    by_probe.observe([state], [[4]], [logits])
+    assert draft(by_probe, state).tree.tokens[0] == 5
+
+
+def test_a_rejected_rows_answer_is_recalled_behind_its_own_path() -> None:
+    drafter = hybrid(rows=2)
+    state = start(drafter, [4, 5, 6, 9], 4)
+    made = draft(drafter, state)
+    assert made.tree.tokens == (5,)
+    drafter.saw([state], [seen([4, 5], [0], [[1], [2]])])  # the node was not taken
+    assert drafter._recall.answers((9, 4, 5))[2] == drafter._recall.answers((5,))[0]
+    assert drafter._recall.answers((9, 4, 5))[2][0][0] == 2
+
+
+def test_a_row_that_is_kept_has_the_last_word() -> None:
+    drafter = hybrid(rows=4)
+    state = start(drafter, [5, 5, 5], 5)
+    tree = draft(drafter, state).tree
+    assert set(tree.tokens) == {5}
+    rows = 1 + len(tree)
+    drafter.saw([state], [seen([5] * rows, [0], [[10 + row] for row in range(rows)])])
+    assert drafter._recall.answers((5,))[0][0][0] == 10
+
+
+def test_rows_fit_the_budget_and_probes_take_what_no_node_does() -> None:
+    drafter = hybrid(rows=20, known={token: [(token + k) % 9 for k in range(1, 9)] for token in range(9)})
+    state = start(drafter, [1, 2], 3)
+    full = draft(drafter, state)
+    assert full.shape.rows == 20
+    assert len(full.owners) == 2
+    near_end = draft(drafter, state, tokens=2)
+    assert near_end.masks == 0
+    assert max(near_end.shape.depths) <= 1
+    sparse = hybrid(rows=20, known={3: [8]})
+    made = draft(sparse, start(sparse, [1, 2], 3))
+    assert len(made.tree) == 1
+    assert made.owners == (0, 1)
+
+
+def test_a_sampled_rows_own_noise_ranks_the_candidates() -> None:
+    """Two answers alike: the one that the noise of that position favours comes first, for each seed."""
+    for seed in range(12):
+        drafter = hybrid(rows=2, known={3: [8, 7]})
+        drafter._successors = {3: ([8, 7], [-0.7, -0.7])}.get
+        state = start(drafter, [1, 2], 3, SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed))
+        noise = gumbel_noise(seed, 0, 1, torch.tensor([8, 7]))
+        assert draft(drafter, state).tree.tokens == ((8, 7)[int(noise.argmax())],)
+
+
+def test_learning_needs_no_row_of_the_candidate() -> None:
+    """Width 1 verifies nothing, and the odds still learn who was right."""
+    drafter = hybrid(rows=1)
+    state = start(drafter, [4, 5, 4, 5, 4, 5, 4], 5)
+    before = drafter._odds.candidates({4: list(drafter._candidates(state, state.tail, ())[0].codes)})[0].prob
+    for token in (4, 5) * 20:
+        assert not len(draft(drafter, state).tree)
+        drafter.observe([state], [[token]], [torch.zeros(0, 9)])
+    codes = next(each.codes for each in drafter._candidates(state, state.tail, ()) if each.token == 4)
+    assert drafter._odds.candidates({4: list(codes)})[0].prob > max(before, 0.8)
+
+
+@pytest.mark.parametrize("rows", [2, 9, 30])
+def test_no_more_rows_than_asked(rows: int) -> None:
+    drafter = hybrid(rows=rows, known={token: [(token * k) % 11 for k in range(1, 9)] for token in range(11)})
+    state = start(drafter, list(range(10)), 3)
+    for _ in range(5):
+        made = draft(drafter, state)
+        assert made.shape.rows <= rows
+        drafter.observe([state], [[made.tree.tokens[0]]], [torch.zeros(0, 9)])

@@ -1,0 +1,86 @@
+"""The width of a step: the one of most expected tokens a second, and one row where no draft pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from esp_worker.rows import NO_TREE, BestRows, FixedRows
+from esp_worker.tree import EMPTY_TREE, TokenTree
+
+
+class Costs:
+    """Seconds of a step that grow with the rows of the batch, but for the first few."""
+
+    def __init__(self, fixed: float, row: float, free: int = 0) -> None:
+        self.fixed, self.row, self.free = fixed, row, free
+
+    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
+        return self.fixed + self.row * np.maximum(sequences * np.asarray(rows, np.float64) - self.free, 0)
+
+
+def chain(*probs: float) -> TokenTree:
+    return TokenTree(tuple(range(len(probs))), tuple(range(len(probs))), probs)
+
+
+def after_look(rows: BestRows, trees: list[TokenTree]) -> int:
+    rows.least(len(trees), 100)
+    return rows.choose(trees, 100)
+
+
+def test_the_best_rate_over_all_widths() -> None:
+    """Against a search over every width: tokens of all sequences, over the step's seconds."""
+    costs = Costs(1.0, 0.05)
+    trees = [chain(0.9, 0.8, 0.5, 0.1), chain(0.7, 0.01), EMPTY_TREE]
+    rates = {
+        width: sum(1 + sum(tree.probs[: width - 1]) for tree in trees)
+        / float(costs.seconds(3, np.array([width]), 0)[0])
+        for width in range(1, 9)
+    }
+    assert after_look(BestRows(costs, most=8), trees) == max(rates, key=lambda width: rates[width]) == 3
+
+
+@pytest.mark.parametrize(("row", "rows"), [(0.0, 4), (10.0, 1)])
+def test_free_rows_are_all_taken_and_dear_ones_not_at_all(row: float, rows: int) -> None:
+    assert after_look(BestRows(Costs(1.0, row), most=8), [chain(0.5, 0.4, 0.3)]) == rows
+
+
+def test_what_steps_really_take_corrects_the_table() -> None:
+    """The table says that rows are nearly free; wide steps take three times as long, so they stop."""
+    rows = BestRows(Costs(1.0, 0.01), most=8)
+    chosen = []
+    for _ in range(60):
+        width = after_look(rows, [chain(0.5, 0.2)])
+        rows.spent(1.0 if width == 1 else 3.0, 1)
+        chosen.append(width)
+    assert chosen[0] == 3
+    assert chosen[-20:] == [1] * 20
+
+
+def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
+    rows = BestRows(Costs(1.0, 0.0), most=8)
+    chosen = [after_look(rows, [chain(0.9)]) for _ in range(3 * BestRows.PLAIN_EVERY)]
+    assert chosen.count(1) == 3
+
+
+def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
+    rows = BestRows(Costs(1.0, 1.0), most=8)
+    looks = 0
+    for _ in range(200):
+        least = rows.least(1, 100)
+        looks += least != NO_TREE
+        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)], 100) == 1
+        rows.spent(1.0, 1)
+    assert looks < 200 / BestRows.LOOK_EVERY + 3 * BestRows.LOOK_EVERY
+
+
+def test_no_node_that_could_pay_lies_below_the_least() -> None:
+    costs = Costs(1.0, 0.05)
+    rows = BestRows(costs, most=8)
+    least = rows.least(1, 100)
+    assert after_look(BestRows(costs, most=8), [chain(least * 0.99)]) == 1
+    assert 0 < least < 0.1
+
+
+def test_fixed_rows_are_fixed() -> None:
+    assert FixedRows(7).choose([EMPTY_TREE], 5) == 7
