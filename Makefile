@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format bench constraints clean
+.PHONY: help venv demo test test-slow soak lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,6 +46,9 @@ test: lint ## Lint, then all tests
 
 test-slow: venv ## The tests that take minutes each (a 2,000-token generation; Gemma 3 270M where its packages are)
 	$(BIN)/pytest -m slow
+
+soak: venv ## Long runs that measure memory and rows/s: make soak ARGS='job 1000000' or ARGS='resume 20000000'
+	PYTHONPATH=. $(PY) tests/soak.py $(or $(ARGS),job 1000000)
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .
