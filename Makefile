@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow soak lint format bench constraints clean
+.PHONY: help venv demo test test-slow soak chaos lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,10 @@ test-slow: venv ## The tests that take minutes each (a 2,000-token generation; G
 
 soak: venv ## Long runs that measure memory and rows/s: make soak ARGS='job 1000000' or ARGS='resume 20000000'
 	PYTHONPATH=. $(PY) tests/soak.py $(or $(ARGS),job 1000000)
+
+chaos: venv ## SIGKILL to driver, actors and a node at random moments: 20 rounds with a fake decoder, 3 with SmolLM2
+	$(PY) tests/chaos.py --rounds 20 --rows 500
+	$(PY) tests/chaos.py --rounds 3 --rows 48 --real
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .

@@ -14,7 +14,8 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.page import summary_lines
 from pipeline.plan import Plan
 from pipeline.redact import scrub_text
-from pipeline.run import Job, RunError, Work, check_job, count_work, run_job
+from pipeline.run import Job, RunError, Work, check_job, count_work, finish_job
 from pipeline.source import read_rows
 
 logger = logging.getLogger("espstream")
@@ -55,20 +56,41 @@ def _run(options: argparse.Namespace, console: Console, decoder: Callable[[Plan]
     if options.print_config:
         print(scrub_text(config.dump_yaml()), end="")
         return DONE
-    with ray_cluster():
-        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set its own
+    with interruptible() as listen, ray_cluster():
+        listen()  # Ray has set its own
         job = check_job(config)
         if options.dry_run:
             print("\n".join(_plan_lines(job, count_work(job, exactly=True))))
             return DONE
-        summary = run_job(job, {"machine": machine(), "versions": versions()}, console, decoder)
+        summary = finish_job(job, {"machine": machine(), "versions": versions()}, console, decoder)
     report = job.folder.place.child("report.html").uri
     print("\n".join([*summary_lines(summary), f"{'report':<13}  {report}"]))
     return _verdict(config, summary["rows"]["failed"], summary["rows"]["total"])
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """The first Ctrl-C or SIGTERM ends the body, later ones are ignored, so that what it started is put away.
+
+    Yields what makes it so again where something in the body has set handlers of its own.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupt(*_: object) -> NoReturn:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        for number in before:
+            signal.signal(number, interrupt)
+
+    listen()
+    try:
+        yield listen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(code: int, message: str) -> int:

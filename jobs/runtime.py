@@ -67,8 +67,9 @@ def ray_cluster() -> Iterator[None]:
 
 
 def quiet_ray_data() -> None:
-    """The commands show their own progress."""
+    """The commands show their own progress, and know their own slowness."""
     context = DataContext.get_current()
+    context.execution_no_progress_timeout_s = -1  # a batch of long rows may take more than Ray Data's half hour
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)

@@ -98,7 +98,9 @@ class DecodeActor:
             logger.info("decoded alone, since its process died: %s, row %s", row["source_file"], row["row_id"])
             self._report()  # no row that has ended is left to be blamed
             await self._board.alone.remote(self._process, _key(row))
-            return carried | await self._tried(row)
+            result = await self._tried(row)
+            self._report()  # nor this one, should the next ones end the process
+            return carried | result
 
     def _failed(self, kind: str, message: str) -> dict[str, Any]:
         """The columns of a row that is not decoded."""

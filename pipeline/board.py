@@ -5,20 +5,21 @@ It runs on the driver's node, whose end is the job's end anyway.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.ledger import Claim, Ledger, Process, RowKey
+from pipeline.nodes import alive_nodes
 from pipeline.progress import Tally
 
 
-def start_board() -> Any:
-    """A handle of a new Board."""
+def on_this_node(kind: Callable[[], Any]) -> Any:
+    """A handle of a new actor beside the caller, who loses it to no other node's end."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(kind).remote()
 
 
 class Board:
@@ -26,7 +27,7 @@ class Board:
 
     def __init__(self) -> None:
         self._total = Tally()
-        self._ledger = Ledger(_alive_nodes)
+        self._ledger = Ledger(alive_nodes)
 
     def started(self, process: Process) -> int:
         return self._ledger.started(process)
@@ -48,10 +49,3 @@ class Board:
 
     def total(self) -> Tally:
         return self._total
-
-    def homeless(self) -> int:
-        return self._ledger.homeless()
-
-
-def _alive_nodes() -> Collection[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

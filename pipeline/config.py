@@ -237,11 +237,30 @@ class EngineConfig(Section):
 
 
 class ClusterConfig(Section):
-    """actors: engines; num_cpus and num_gpus: what one actor asks Ray for (null: its threads; 1 on CUDA, else 0)."""
+    """actors: engines. min_actors: how many of them the job begins with and needs; more are added while rows wait and
+    the cluster has room (null: all at once). num_cpus and num_gpus: what one actor asks Ray for (null: its threads; 1
+    on CUDA, else 0); num_gpus may be a fraction, so that actors share a GPU.
+    """
 
     actors: int = Field(1, ge=1)
+    min_actors: int | None = Field(None, ge=1)
     num_cpus: float | None = Field(None, gt=0)
     num_gpus: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.min_actors is not None and self.min_actors > self.actors:
+            raise ValueError(f"min_actors: {self.min_actors} is more than actors: {self.actors}")
+        if self.num_gpus is not None and self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus: an actor uses one GPU or a part of one (got {self.num_gpus:g}); for more GPUs set actors"
+            )
+        return self
+
+    @property
+    def least(self) -> int:
+        """Actors that the job needs."""
+        return self.actors if self.min_actors is None else self.min_actors
 
 
 class CompareConfig(Section):

@@ -15,11 +15,12 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.actor import DecodeActor
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
+from pipeline.nodes import cluster_nodes
 from pipeline.parse import RowParser
-from pipeline.plan import Node, Plan, find_checkpoint, make_plan
+from pipeline.plan import Plan, find_checkpoint, make_plan
 from pipeline.prepare import Preparer, load_tokenizer, rows_from_mappings
 from pipeline.scan import Found, Scan, owed_rows
 from pipeline.sink import write_batch
@@ -29,12 +30,6 @@ CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
 BLOCK_BYTES = 1 << 20
-
-
-def cluster_nodes() -> list[Node]:
-    """Logical resources of the running cluster's nodes."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in alive]
 
 
 def generate(rows: Dataset, config: JobConfig) -> Dataset:
@@ -51,7 +46,7 @@ def generate(rows: Dataset, config: JobConfig) -> Dataset:
         batch_size=PREPARE_ROWS,
         num_cpus=LIGHT_CPUS,
     )
-    return decode(prepared, plan, start_board())
+    return decode(prepared, plan, on_this_node(Board))
 
 
 def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
@@ -66,10 +61,12 @@ def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
 
 
 def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> Dataset:
-    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.actors` decoders."""
+    """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
+    decoders."""
     rows_per_call = -(-plan.config.engine.slots // 2)
     pool = ActorPoolStrategy(
-        size=plan.config.cluster.actors,
+        min_size=plan.config.cluster.least,
+        max_size=plan.config.cluster.actors,
         max_tasks_in_flight_per_actor=CALLS_PER_ACTOR + 2,
         max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
     )

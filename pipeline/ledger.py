@@ -92,8 +92,3 @@ class Ledger:
             actor.rows.discard(row)
             actor.deaths = 0
             actor.alone = None if actor.alone == row else actor.alone
-
-    def homeless(self) -> int:
-        """How many actors lost their node and have not started on another."""
-        nodes = self._alive_nodes()
-        return sum(actor.process.node not in nodes for actor in self._actors.values())

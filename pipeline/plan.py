@@ -57,7 +57,11 @@ class Plan:
         data = self.config.model_dump()
         data["model"] |= {"dtype": self.dtype, "device": self.device, "identity": self.model_identity}
         data["engine"] |= {"threads": self.threads, "max_length": self.max_length}
-        data["cluster"] |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        data["cluster"] |= {
+            "min_actors": self.config.cluster.least,
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+        }
         data["sampling"] |= {"eos_token_ids": list(self.eos_token_ids)}
         data["generation_config"] = {
             "rule": self.config.sampling.generation_config,
@@ -136,26 +140,44 @@ def read_model_config(config: JobConfig, folder: Path) -> Any:
 
 def check_cluster(plan: Plan, nodes: Sequence[Node]) -> None:
     """Refuse a plan that would wait for ever, saying what is missing."""
-    actors, cpus, gpus = plan.config.cluster.actors, plan.num_cpus, plan.num_gpus
+    actors, cpus, gpus = plan.config.cluster.least, plan.num_cpus, plan.num_gpus
+    setting = "cluster.actors" if plan.config.cluster.min_actors is None else "cluster.min_actors"
     places = sum(_actors_on(node, cpus, gpus) for node in nodes)
     total = sum(node.cpus for node in nodes)
     if places < actors:
         raise ConfigError(
-            f"cluster.actors: {actors} actors of {cpus:g} CPUs and {gpus:g} GPUs each do not fit: the cluster has "
+            f"{setting}: {actors} actors of {cpus:g} CPUs and {gpus:g} GPUs each do not fit: the cluster has "
             f"{len(nodes)} node(s), {total:g} logical CPUs and {sum(node.gpus for node in nodes):g} GPUs, room for "
-            f"{places}; add nodes, or lower cluster.actors, engine.threads or cluster.num_cpus"
+            f"{places}; add nodes, or lower {setting}, engine.threads or cluster.num_cpus"
         )
     if total < actors * cpus + SPARE_CPUS:
         raise ConfigError(
             f"cluster: {actors} actors of {cpus:g} CPUs take all {total:g} logical CPUs and leave none for reading and "
             f"writing (the job would hang); {actors * cpus + SPARE_CPUS - total:g} more is needed: start Ray with a "
-            "higher --num-cpus, or lower cluster.actors, engine.threads or cluster.num_cpus"
+            f"higher --num-cpus, or lower {setting}, engine.threads or cluster.num_cpus"
         )
 
 
+def continued(plan: Plan, nodes: Sequence[Node]) -> JobConfig:
+    """The configuration that goes on with a job's rows on the nodes that are left, as many actors as they hold."""
+    config = plan.config
+    least = max(1, min(config.cluster.least, room(plan, nodes)))
+    output = config.output.model_copy(update={"overwrite": False, "resume": True})
+    return config.model_copy(
+        update={"output": output, "cluster": config.cluster.model_copy(update={"min_actors": least})}
+    )
+
+
+def room(plan: Plan, nodes: Sequence[Node]) -> int:
+    """How many actors the nodes hold beside reading and writing."""
+    places = sum(_actors_on(node, plan.num_cpus, plan.num_gpus) for node in nodes)
+    return min(places, int((sum(node.cpus for node in nodes) - SPARE_CPUS) / plan.num_cpus + 1e-4))
+
+
 def _actors_on(node: Node, cpus: float, gpus: float) -> int:
-    # Ray counts in ten-thousandths; 1.0 // 0.1 is 9.
-    return int(min(node.cpus / cpus, node.gpus / gpus if gpus else float("inf")) + 1e-4)
+    """num_gpus is at most 1; an actor's part of a GPU must be free on one GPU. Ray counts in ten-thousandths."""
+    by_cpu = int(node.cpus / cpus + 1e-4)
+    return min(by_cpu, int(node.gpus) * int(1 / gpus + 1e-4)) if gpus else by_cpu
 
 
 def _device(config: JobConfig, nodes: Sequence[Node]) -> str:

@@ -19,13 +19,14 @@ import ray
 from rich.console import Console
 
 from pipeline.actor import ActorStartError
-from pipeline.board import start_board
+from pipeline.board import Board, on_this_node
 from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError, RowErrorType
-from pipeline.graph import LIGHT_CPUS, cluster_nodes, decode, read, write
-from pipeline.plan import Plan, make_plan
+from pipeline.graph import LIGHT_CPUS, decode, read, write
+from pipeline.nodes import NoRoomError, alive_nodes, cluster_nodes, room_for
+from pipeline.plan import Plan, continued, make_plan
 from pipeline.progress import show_progress
 from pipeline.redact import scrub
 from pipeline.report import build_report, summarize
@@ -43,6 +44,10 @@ _T = TypeVar("_T")
 
 class RunError(RuntimeError):
     """The job ended without all of its rows (exit code 1); resuming it continues."""
+
+
+class LostNodesError(RunError):
+    """It ended so because nodes went away; the remaining ones may do the rest."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,19 @@ def _on_cluster(function: Callable[..., _T], calls: Sequence[tuple[Any, ...]]) -
         raise
 
 
+def finish_job(
+    job: Job, about: Mapping[str, Any], console: Console, decoder: Callable[[Plan], Decoder] = EngineDecoder
+) -> dict[str, Any]:
+    """run_job, and again on the nodes that are left whenever some went away. Raises RunError, and ConfigError where
+    they cannot hold an actor."""
+    while True:
+        try:
+            return run_job(job, about, console, decoder)
+        except LostNodesError as error:
+            logger.warning("%s; going on with the nodes that are left", error)
+        job = check_job(continued(job.plan, cluster_nodes()))
+
+
 def run_job(
     job: Job, about: Mapping[str, Any], console: Console, decoder: Callable[[Plan], Decoder] = EngineDecoder
 ) -> dict[str, Any]:
@@ -145,10 +163,11 @@ def run_job(
         )
         try:
             return _run_claimed(job, run, console, decoder)
-        except (RunError, OSError):
+        except (RunError, OSError, KeyboardInterrupt) as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "broken"
             with contextlib.suppress(OSError):  # where the place is what broke, the first error says more
                 if read_attempt(job.folder.place) == run["attempt"]:
-                    job.folder.write_run(run | {"status": "broken"})
+                    job.folder.write_run(run | {"status": status})
             raise
     except OSError as error:
         reason = f"{job.folder.place.uri} failed: {error}"
@@ -164,7 +183,7 @@ def _run_claimed(job: Job, run: dict[str, Any], console: Console, decoder: Calla
         logger.warning("input.path: no rows in %s", ", ".join(job.config.input.path))
     found, written = Found(asked=job.total), 0
     if work.owed:
-        census = ray.remote(num_cpus=0)(Census).remote()
+        census = on_this_node(Census)
         written = _decode_owed(job, work, census, run["attempt"], console, decoder)
         found = ray.get(census.total.remote())
     totals = _settle(job, found, written)
@@ -195,16 +214,22 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board = start_board()
+    board, nodes = on_this_node(Board), alive_nodes()
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
     shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
     written = 0
-    with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+    with (
+        room_for(job.plan),
+        show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console),
+    ):
         try:
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, NoRoomError) as error:
+            lost = nodes - alive_nodes()
+            if lost and LostFolderError.__name__ not in str(error):
+                raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
             raise RunError(_why(error)) from error
     return written
 

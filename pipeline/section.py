@@ -26,7 +26,12 @@ def problems(error: ValidationError, names: Sequence[str], *within: str) -> Iter
     """
     for problem in error.errors(include_url=False):
         location = ".".join(str(part) for part in (*within, *problem["loc"]) if part != "[key]")
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden" and "parallel" in location:
+            yield (
+                location,
+                "not supported: a model is not split over devices, each actor holds a whole one on one device",
+            )
+        elif problem["type"] == "extra_forbidden":
             yield location, f"unknown setting{nearest(location, names)}"
         else:
             message = problem["msg"].removeprefix("Value error, ")

@@ -84,7 +84,7 @@ def ray_session(s3_endpoint: str) -> Iterator[None]:
 
     # Workers find the tests' own modules (the fake decoder) where this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)  # not one that runs here already
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     quiet_ray_data()
     yield
     ray.shutdown()

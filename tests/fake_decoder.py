@@ -23,6 +23,7 @@ from pathlib import Path
 import xxhash
 
 from esp_worker.types import Completion, DecodeStats, FinishReason, Request
+from pipeline.decoder import EngineDecoder
 from pipeline.plan import Plan, find_checkpoint
 from pipeline.prepare import load_tokenizer
 
@@ -37,8 +38,7 @@ class FakeDecoder:
     def __init__(self, plan: Plan, log: Path, seconds: float = 0.0) -> None:
         """log: a folder for what each process began and ended (see `events`). seconds: what a row takes."""
         self._tokenizer = load_tokenizer(find_checkpoint(plan.config).folder)
-        self._log = log
-        self._file = os.open(log / f"{time.time_ns()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._log, self._folder = DecodeLog(log), log
         self._seconds = seconds
         self._slots = ThreadPoolExecutor(plan.config.engine.slots)
 
@@ -50,26 +50,47 @@ class FakeDecoder:
 
     def _decode(self, request: Request) -> Completion:
         began = time.perf_counter()
-        row = f"{request.request_id}#{request.sampling.sample_index}"
-        self._note("began", row)
+        row = self._log.note("began", request)
         self._obey(self._tokenizer.decode(request.prompt_ids), row)
         time.sleep(self._seconds)
         completion = fake_completion(request, began)
-        self._note("ended", row)
+        self._log.note("ended", request)
         return completion
 
     def _obey(self, prompt: str, row: str) -> None:
         if sleep := re.search(r"sleep ([\d.]+)", prompt):
             time.sleep(float(sleep[1]))
         kill = re.search(r"kill (\d+)", prompt)
-        begun = Counter(event.row for event in events(self._log) if event.kind == "began")[row] if kill else 0
+        begun = Counter(event.row for event in events(self._folder) if event.kind == "began")[row] if kill else 0
         if "poison" in prompt or (kill and begun <= int(kill[1])):
             os.kill(os.getpid(), signal.SIGKILL)
         if "raise" in prompt:
             raise RuntimeError("the prompt says so")
 
-    def _note(self, kind: str, row: str) -> None:
+
+class LoggedDecoder(EngineDecoder):
+    """The real one, with a log of what it began."""
+
+    def __init__(self, plan: Plan, log: Path) -> None:
+        super().__init__(plan)
+        self._log = DecodeLog(log)
+
+    def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
+        self._log.note("began", request)
+        return super().submit(request, method)
+
+
+class DecodeLog:
+    """What one process began and ended, in a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / f"{time.time_ns()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, kind: str, request: Request) -> str:
+        """Returns the row's name."""
+        row = f"{request.request_id}#{request.sampling.sample_index}"
         os.write(self._file, f"{kind} {row}\n".encode())  # at once: a SIGKILL takes nothing of it away
+        return row
 
 
 class MendedDecoder(FakeDecoder):

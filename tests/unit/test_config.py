@@ -68,6 +68,26 @@ def test_unknown_key_names_the_nearest_valid_one(sections: dict[str, Any], unkno
     assert nearest is None or named == nearest
 
 
+@pytest.mark.parametrize(
+    ("section", "name"), [("cluster", "tensor_parallel"), ("engine", "tensor_parallel_size"), ("model", "parallelism")]
+)
+def test_a_model_is_not_split(section: str, name: str) -> None:
+    message = problem(**{section: {name: 2}})
+    assert message.startswith(f"{section}.{name}: not supported: a model is not split over devices")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"actors": 2, "min_actors": 3}, "min_actors: 3 is more than actors: 2"),
+        ({"min_actors": 0}, "cluster.min_actors: "),
+        ({"num_gpus": 2}, "num_gpus: an actor uses one GPU or a part of one (got 2)"),
+    ],
+)
+def test_impossible_pools(cluster: dict[str, Any], words: str) -> None:
+    assert words in problem(cluster=cluster)
+
+
 def test_unknown_key_below_a_setting_names_the_setting() -> None:
     assert problem(sampling={"seed": {"value": 1}}).startswith("sampling.seed: ")
     assert problem(input={"keep_columns": {"topic": {"type": "string"}}}).startswith("input.keep_columns.topic: ")

@@ -14,7 +14,7 @@ from esp_worker.checkpoint import Checkpoint, ModelError
 from pipeline import plan as plan_module
 from pipeline.config import JobConfig, parse_config
 from pipeline.errors import ConfigError
-from pipeline.plan import Node, Plan, check_cluster, difference, make_plan
+from pipeline.plan import Node, Plan, check_cluster, continued, difference, make_plan
 
 CONTEXT = 2048
 
@@ -27,10 +27,16 @@ def config_of(**sections: Any) -> JobConfig:
 
 
 def plan_of(
-    *, actors: int = 1, num_cpus: float = 1.0, num_gpus: float = 0.0, dtype: str = "float32", **sections: Any
+    *,
+    actors: int = 1,
+    min_actors: int | None = None,
+    num_cpus: float = 1.0,
+    num_gpus: float = 0.0,
+    dtype: str = "float32",
+    **sections: Any,
 ) -> Plan:
     return Plan(
-        config=config_of(cluster={"actors": actors}, **sections),
+        config=config_of(cluster={"actors": actors, "min_actors": min_actors}, **sections),
         model_identity="folder:abc",
         dtype=dtype,
         device="cuda" if num_gpus else "cpu",
@@ -83,7 +89,34 @@ def test_gpus_lacking() -> None:
     assert "2 actors of 1 CPUs and 1 GPUs each do not fit" in message
     assert "72 logical CPUs and 1 GPUs, room for 1;" in message
     assert "room for 0;" in refusal([Node(64, 0)], num_gpus=1)
-    assert "room for 1;" in refusal([Node(64, 3)], actors=2, num_gpus=2)
+    assert "room for 6;" in refusal([Node(64, 3)], actors=7, num_gpus=0.4), "0.2 of each GPU is no use to anyone"
+
+
+def test_a_pool_that_grows_needs_room_for_its_least() -> None:
+    check_cluster(plan_of(actors=100, min_actors=3), [Node(4, 0)])
+    message = refusal([Node(4, 0)], actors=100, min_actors=5)
+    assert message.startswith("cluster.min_actors: 5 actors of ")
+    assert "lower cluster.min_actors, engine.threads" in message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "least"),
+    [
+        ({"actors": 4}, [Node(3, 0)], 2),
+        ({"actors": 4, "num_cpus": 3}, [Node(4, 0), Node(2, 0)], 1),
+        ({"actors": 8, "min_actors": 2}, [Node(64, 0)], 2),
+        ({"actors": 4, "num_gpus": 0.5}, [Node(64, 1)], 2),
+        ({"actors": 2}, [], 1),  # make_plan then says what is missing
+    ],
+)
+def test_a_job_goes_on_with_the_actors_that_the_remaining_nodes_hold(
+    wanted: dict[str, Any], nodes: list[Node], least: int
+) -> None:
+    plan = plan_of(**wanted)
+    config = continued(plan, nodes)
+    assert config.cluster.least == least
+    assert config.cluster.actors == plan.config.cluster.actors
+    assert (config.output.resume, config.output.overwrite) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +269,7 @@ def test_resolved_has_nothing_open() -> None:
     prefill = {"prefill_tokens": 512, "prefix_reuse": True, "cache_gib": None}
     assert resolved["engine"] == {"slots": 8, "max_length": CONTEXT, "kernels": "auto", "threads": 2, **prefill}
     assert resolved["generation_config"] == {"rule": "eos", "taken": {}, "not_taken": {}}
-    assert resolved["cluster"] == {"actors": 1, "num_cpus": 2, "num_gpus": 0}
+    assert resolved["cluster"] == {"actors": 1, "min_actors": 1, "num_cpus": 2, "num_gpus": 0}
     assert (resolved["sampling"]["eos_token_ids"], resolved["sampling"]["seed"]) == ([7, 2], 5)
     assert resolved["decoder"]["block_complexity"] == 30
 
