@@ -28,7 +28,6 @@ from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine is slow to start a node
 
 import pyarrow.parquet as pq
 import yaml

@@ -26,7 +26,6 @@ def log(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "poison", [(50, 51), pytest.param((30, 150), marks=pytest.mark.slow)], ids=["one batch", "apart"]
 )
@@ -61,7 +60,6 @@ def test_rows_that_kill_their_process_become_error_rows(command: Command, log: P
     assert deaths == 2 * len(poison) + 1 or len(poison) * 3 == deaths
 
 
-@pytest.mark.timeout(300)
 def test_a_model_that_does_not_load_ends_the_job(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
     write_jsonl(command.work / "in.jsonl", prompts(5))
     broken = tmp_path / "broken"
@@ -77,7 +75,6 @@ def test_a_model_that_does_not_load_ends_the_job(command: Command, tiny_checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_processes_that_die_at_start_end_the_job(command: Command) -> None:
     write_jsonl(command.work / "in.jsonl", prompts(5))
     result = command(decoder=die, **FAKE)
@@ -86,7 +83,6 @@ def test_processes_that_die_at_start_end_the_job(command: Command) -> None:
     assert result.json("run.json")["status"] == "broken"
 
 
-@pytest.mark.timeout(300)
 def test_a_broken_engine_is_rebuilt_and_a_failing_row_is_not_taken_for_one(command: Command, log: Path) -> None:
     rows = prompts(30)
     write_jsonl(command.work / "in.jsonl", rows)
