@@ -18,7 +18,7 @@ def test_a_reader_hands_on_small_blocks(command: Command) -> None:
     rows = [{**row, "prompt": row["prompt"] + "ab" * 500} for row in prompts(3000)]
     write_jsonl(command.work / "in.jsonl", rows)
     command("--print-config")  # writes config.yaml
-    job = check_job(load_config(command.work / "config.yaml", ["engine.max_length=160"]))
+    job = check_job(load_config(command.work / "config.yaml", ["input.keep_columns=[prompt]"]))
     census = ray.remote(num_cpus=0)(Census).remote()
     blocks = read(job.scan, job.plan, ray.put(np.empty(0, np.uint64)), census).materialize().get_internal_block_refs()
     sizes = [block.nbytes for block in ray.get(blocks)]
