@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow fuzz chaos lint format bench constraints clean
+.PHONY: help venv demo test test-slow fuzz soak chaos lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,9 @@ test-slow: venv ## The tests that take minutes each (a 2,000-token generation; G
 
 fuzz: venv ## 5,000 damaged prompt files to the readers (ESPSTREAM_FUZZ_FILES=N for others)
 	$(BIN)/pytest -m 'slow or not slow' tests/unit/test_fuzz.py
+
+soak: venv ## Long runs that measure memory and rows/s: make soak ARGS='job 1000000' or ARGS='resume 20000000'
+	PYTHONPATH=. $(PY) tests/soak.py $(or $(ARGS),job 1000000)
 
 chaos: venv ## SIGKILL to driver, actors and a node at random moments: 20 rounds with a fake decoder, 3 with SmolLM2
 	$(PY) tests/chaos.py --rounds 20 --rows 500

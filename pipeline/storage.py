@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Arrow reports a refusal by S3 as a plain OSError; only the text tells.
 _DENIED = re.compile(
-    "ACCESS_DENIED|HTTP status 40[13]|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT"
+    "ACCESS_DENIED|HTTP status 40[13]|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT|ExpiredToken"
 )
 _MAGIC = re.compile(r"[*?\[]")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")

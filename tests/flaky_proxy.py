@@ -72,12 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         fate = self.proxy.fate(self.command, self.path)
-        length = int(self.headers.get("Content-Length") or 0)
+        pieces = self._pieces()
         if fate == "dropped":
-            self.rfile.read(length // 2)
+            next(pieces)
             self.close_connection = True
             return
-        body = self.rfile.read(length)
+        body = b"".join(pieces)
         if fate == "busy":
             self._answer(503, _error("SlowDown"))
         elif fate == "refused":
@@ -89,9 +89,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815
 
+    def _pieces(self) -> Iterator[bytes]:
+        """The request's body; in two halves, where its length is given at the start."""
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                yield self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return
+        length = int(self.headers.get("Content-Length") or 0)
+        yield self.rfile.read(length // 2)
+        yield self.rfile.read(length - length // 2)
+
     def _pass_on(self, body: bytes) -> None:
         connection = http.client.HTTPConnection(*self.upstream, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("expect", "connection")}
+        own = ("expect", "connection", "transfer-encoding", "content-length")
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in own}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         content = answer.read()

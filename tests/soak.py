@@ -38,6 +38,7 @@ from pipeline.schema import output_schema
 SAMPLE_S = 0.5
 SHARD_ROWS = 512
 SLOTS = 256  # as many as a GPU would have
+FINISHED_SHARD_ROWS = 4096  # of the rows that are there already: so many files alone take minutes to write
 OWED_ROWS = 100  # of a resumed job
 
 
@@ -85,11 +86,11 @@ def write_prompts(file: Path, rows: int, first: int = 0) -> None:
 
 
 def write_finished(data: Path, rows: int) -> None:
-    """Shards of SHARD_ROWS rows with random keys and nothing else of weight."""
+    """Shards with random keys and nothing else of weight."""
     schema = output_schema({})
     draw = np.random.default_rng(0)
-    for start in range(0, rows, SHARD_ROWS):
-        count = min(SHARD_ROWS, rows - start)
+    for start in range(0, rows, FINISHED_SHARD_ROWS):
+        count = min(FINISHED_SHARD_ROWS, rows - start)
         keys = draw.integers(0, 2**64, count, dtype=np.uint64)
         columns = {
             "row_id": pa.repeat("", count),

@@ -13,7 +13,7 @@ from prompt_files import GOOD, load, read_lines, write_parquet
 from pipeline.config import IdsConfig, InputConfig, parse_config
 from pipeline.errors import ConfigError, RowErrorType
 from pipeline.parse import ParsedRow, sample_key
-from pipeline.scan import Scan, count_owed, merge_scans, owed_rows, scan, scan_file
+from pipeline.scan import Found, Scan, count_owed, merge_scans, owed_rows, scan, scan_file
 from pipeline.source import list_source, read_rows
 
 
@@ -124,6 +124,9 @@ def test_owed_rows_are_those_whose_keys_are_not_done(tmp_path: Path) -> None:
         done = np.array(sorted([0, *(keys[i] for i in finished), 2**64 - 1]), np.uint64)
         owed = list(owed_rows(file, config, scanned.duplicates, done, 1))
         assert owed == [row for i, row in enumerate(rows) if i not in finished]
+        found = Found()
+        list(owed_rows(file, config, scanned.duplicates, done, 3, found))
+        assert found == Found(asked=12, owed=12 - len(finished))
         assert count_owed(file, config, scanned.duplicates, done, 1) == len(owed)
     assert count_owed(file, config, scanned.duplicates, np.empty(0, np.uint64), 1) == 4
 
