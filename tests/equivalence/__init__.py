@@ -1,0 +1,1 @@
+"""A package, so that tests/equivalence and tests/pipeline may each have a test_resume.py."""
