@@ -1,1 +1,1 @@
-"""A package, so that tests/equivalence and tests/pipeline may each have a test_resume.py."""
+"""A package, so that tests/equivalence and tests/pipeline may each have a test_faults.py."""

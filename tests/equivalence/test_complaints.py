@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_tokens import assert_equal, esp, expected
 from tiny import VOCAB, WINDOW, mixed_requests, request, tiny_config, tiny_model
 from tiny_checkpoint import tiny_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig
 
+from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker import reference
 from esp_worker.checkpoint import ModelError
 from esp_worker.drafters.none import NoDrafter

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import esp, expected
 from tiny import prompt, request
 
+from equivalence.test_tokens import esp, expected
 from esp_worker import engine as engine_module
 from esp_worker.cache import SlotCache
 from esp_worker.drafters.none import NoDrafter

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from test_tokens import assert_equal, esp, expected
 from tiny import VOCAB, mixed_requests, request
 
+from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker.cache import SlotCache
 from esp_worker.engine import Engine, RequestError
 from esp_worker.model import CausalModel

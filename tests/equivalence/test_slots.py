@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_tokens import assert_equal, esp, expected
 from tiny import mixed_requests, prompt, request, tiny_model
 
+from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker.cache import SlotCache
 from esp_worker.engine import Engine, RequestError
 from esp_worker.model import CausalModel
