@@ -7,19 +7,21 @@ nothing left, then the next one does, on the same model, kernels and slots. That
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from esp_worker.cache import rounded
 from esp_worker.drafters.base import Drafter, Prompt, Seen, Watch
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
-from esp_worker.sampling import NoTokenError, select_token, token_logprobs, why_no_token
+from esp_worker.sampling import NoTokenError, select_token, token_logprobs, top_k, why_no_token
 from esp_worker.sequence import ActiveSequence
 from esp_worker.slots import SlotTable
 from esp_worker.stopping import Ending, token_limit
@@ -393,7 +395,7 @@ class Engine:
         for first in range(0, len(tokens), WATCHED_ROWS):
             part = tokens[first : first + WATCHED_ROWS]
             logits = self.model.logits(hidden[first : first + WATCHED_ROWS])
-            sequence.drafter.saw([sequence.state], _seen(logits, [part], [range(len(part))], watch))
+            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *_answers(logits, watch))])
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
@@ -430,7 +432,7 @@ class Engine:
             logits, counts = self._logits(drafts, hidden)
             verdicts, logprobs = self._verify(drafts, logits, counts)
             self._commit(drafts, verdicts, logprobs)
-            self._watch(drafts, verdicts, logits.split(counts))
+            self._watch(drafts, verdicts, logits, counts)
             self._observe(drafts, verdicts, hidden, logits.split(counts))
         finally:
             seconds = time.perf_counter() - began
@@ -508,16 +510,23 @@ class Engine:
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
 
-    def _watch(self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logits: Sequence[torch.Tensor]) -> None:
+    def _watch(
+        self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logits: torch.Tensor, counts: Sequence[int]
+    ) -> None:
         """Show a drafter that asks for it what the model answers behind root and nodes, of the sequences that go on."""
         drafter, running = self._lane.drafter, self._table.running
         going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
         if drafter.watch is None or not going:
             return
-        tokens = [(running[slot].output[-len(verdicts[slot].tokens) - 1], *drafts[slot].tree.tokens) for slot in going]
-        rows = torch.cat([logits[slot][: len(own)] for slot, own in zip(going, tokens, strict=True)])
-        paths = [verdicts[slot].path for slot in going]
-        drafter.saw([running[slot].state for slot in going], _seen(rows, tokens, paths, drafter.watch))
+        best, logprobs = _answers(logits, drafter.watch)
+        firsts = [0, *itertools.accumulate(counts)]
+        seen = []
+        for slot in going:
+            tree, verdict = drafts[slot].tree, verdicts[slot]
+            tokens = (running[slot].output[-len(verdict.tokens) - 1], *tree.tokens)
+            rows = slice(firsts[slot], firsts[slot] + len(tokens))
+            seen.append(Seen(tokens, verdict.path, best[rows], None if logprobs is None else logprobs[rows]))
+        drafter.saw([running[slot].state for slot in going], seen)
 
     def _observe(
         self,
@@ -541,22 +550,16 @@ class Engine:
         self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], found)
 
 
-def _seen(
-    logits: torch.Tensor, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]], watch: Watch
-) -> list[Seen]:
-    """Of each sequence's rows `tokens`; logits [R, V] of all of them. Only the best leave the device."""
-    values, best = logits.topk(min(watch.best, logits.shape[-1]))
-    tokens_of_rows = best.cpu().numpy()
-    logprobs = None
-    if watch.probs:
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = (values.to(exact) - logits.to(exact).logsumexp(-1, keepdim=True)).cpu().numpy()
-    seen, first = [], 0
-    for own, path in zip(tokens, paths, strict=True):
-        rows = slice(first, first + len(own))
-        seen.append(Seen(own, path, tokens_of_rows[rows], None if logprobs is None else logprobs[rows]))
-        first += len(own)
-    return seen
+def _answers(logits: torch.Tensor, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of logits [R, V] the K best tokens of each row, best first, and their log-probabilities where they are asked for:
+    [R, K] both. Nothing else leaves the device."""
+    values, best = top_k(logits, min(watch.best, logits.shape[-1]))
+    tokens = best.cpu().numpy()
+    if watch.probs == "none":
+        return tokens, None
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    among = logits if watch.probs == "whole" else values
+    return tokens, (values.to(exact) - among.to(exact).logsumexp(-1, keepdim=True)).cpu().numpy()
 
 
 def _out_of_memory(error: BaseException) -> str | None:

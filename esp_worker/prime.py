@@ -18,6 +18,7 @@ import xxhash
 from esp_worker.cache import rounded
 from esp_worker.checkpoint import cache_folder
 from esp_worker.model import CausalModel
+from esp_worker.sampling import top_k
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ SECONDS = 60.0  # most time that is spent on it; a vocabulary's lower ids are it
 
 @dataclass(frozen=True)
 class Successors:
-    """tokens [n, K], logprobs [n, K]: of token ids 0.. n - 1, best first; n may be less than V."""
+    """tokens [n, K], logprobs [n, K] among the K: of token ids 0.. n - 1, best first; n may be less than V."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -75,9 +76,9 @@ def prime(model: CausalModel, seconds: float = SECONDS) -> Successors:
         behind = torch.ones_like(ids)
         themselves = torch.eye(ids.shape[1], dtype=torch.bool, device=device)[None]
         hidden = model.forward_block(cache, 0, nowhere + 1, model.embed(ids), behind, themselves)
-        values, best = model.logits(hidden[0]).float().log_softmax(-1).topk(min(BEST, model.vocab_size))
+        values, best = top_k(model.logits(hidden[0]).float(), min(BEST, model.vocab_size))
         tokens.append(best.cpu().numpy())
-        logprobs.append(values.cpu().numpy())
+        logprobs.append(values.log_softmax(-1).cpu().numpy())
         if time.perf_counter() - began > seconds:
             break
     return Successors(np.concatenate(tokens), np.concatenate(logprobs))

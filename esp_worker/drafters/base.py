@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -62,11 +62,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a method wants to see of the model's answers. best: K; probs: their log-probabilities too; prompt: of the
-    prompt's rows too (those that are computed: not of a beginning that was taken over from another row)."""
+    """What a method wants to see of the model's answers. best: K; probs: their log-probabilities too, in the `whole`
+    vocabulary, or among the `best` alone, which costs nothing; prompt: of the prompt's rows too (those that are
+    computed: not of a beginning that was taken over from another row)."""
 
     best: int
-    probs: bool = False
+    probs: Literal["none", "whole", "best"] = "none"
     prompt: bool = False
 
 

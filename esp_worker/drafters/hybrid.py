@@ -96,7 +96,7 @@ class HybridDrafter:
         self._probe = ProbeDrafter(embed, masks=self.masks, block_complexity=2 * (PROBED + 1), probe_owners=1)
         self._recall = Recall()
         self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
-        self.watch: Watch | None = Watch(best=self._recall.best, probs=True)
+        self.watch: Watch | None = Watch(best=self._recall.best, probs="best")
 
     def start(self, prompt: Prompt) -> HybridState:
         return HybridState(prompt.sampling, self._probe.start(prompt), Followers(prompt.ids, LONGEST))

@@ -91,7 +91,7 @@ class Stand(Unprobed):
     """ngram: tokens of the longest n-gram; block_complexity: rows of a step, the root's included."""
 
     name = "stand"
-    watch: Watch | None = Watch(best=BEST, probs=True, prompt=True)
+    watch: Watch | None = Watch(best=BEST, probs="whole", prompt=True)
 
     def __init__(self, *, ngram: int = 3, block_complexity: int = 30) -> None:
         self._ngram = ngram

@@ -31,6 +31,7 @@ from esp_worker.sampling import (
     gumbel_noise,
     select_token,
     token_logprobs,
+    top_k,
 )
 from esp_worker.types import SamplingParams
 
@@ -409,3 +410,14 @@ def test_the_border_is_allowed(options: dict[str, Any]) -> None:
 )
 def test_what_edits_logits(options: dict[str, Any], edits: bool) -> None:
     assert params(**options).edits_logits is edits
+
+
+@pytest.mark.parametrize(("rows", "size", "count"), [(3, 5000, 8), (1, 1024, 8), (2, 1023, 8), (4, 1025, 8), (2, 9, 8)])
+def test_top_k_by_chunks_is_top_k(rows: int, size: int, count: int) -> None:
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(size))
+    logits[0, : size // 2] = -torch.inf
+    values, tokens = top_k(logits, count)
+    want, _ = logits.topk(count)
+    assert torch.equal(values, want)
+    assert torch.equal(logits.gather(1, tokens), want)
+    assert all(len(set(row)) == count for row in tokens.tolist())
