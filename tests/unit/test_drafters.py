@@ -179,7 +179,7 @@ def test_sampled_candidates_stand_in_the_order_of_the_rows_own_draws() -> None:
 
 
 def test_stand_asks_for_as_many_as_it_keeps() -> None:
-    assert (Stand.watch.best, Stand.watch.probs, Stand.watch.prompt) == (BEST, True, True)
+    assert (Stand.watch.best, Stand.watch.probs, Stand.watch.prompt) == (BEST, "whole", True)
 
 
 # ------------------------------------------------------------------------------------------------------------ lade
