@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -42,24 +43,26 @@ class Successors:
         return self.tokens[token].tolist(), self.logprobs[token].tolist()
 
 
+NOBODYS = Successors(np.empty((0, BEST), np.int64), np.empty((0, BEST), np.float32))
+
+
 def successors(model: CausalModel, identity: str) -> Successors:
-    """This machine's copy for the model (identity: its checkpoint's), or made now and kept: at most SECONDS."""
+    """This machine's copy for the model (identity: its checkpoint's). What it lacks is added now, for at most SECONDS,
+    and kept: the next start goes on from there."""
     digest = xxhash.xxh3_64_hexdigest(f"{FORMAT} {identity} {model.dtype}".encode())
     file = cache_folder() / "successors" / f"{digest}.npz"
-    try:
-        return _load(file)
-    except FileNotFoundError:
-        logger.info("no successors of this model's tokens in %s: looking at them, once", file)
-    except (OSError, ValueError, KeyError) as error:
-        logger.warning("%s cannot be used (%s): made again", file, error)
-    found = prime(model)
+    known = _load(file)
+    if len(known.tokens) == model.vocab_size:
+        return known
+    logger.info("looking at the model's successors of %d tokens", model.vocab_size - len(known.tokens))
+    found = prime(model, known)
     _save(file, found)
     return found
 
 
 @torch.inference_mode()
-def prime(model: CausalModel, seconds: float = SECONDS) -> Successors:
-    """The K most probable next tokens behind each token of the vocabulary, for as many as `seconds` allow."""
+def prime(model: CausalModel, known: Successors = NOBODYS, seconds: float = SECONDS) -> Successors:
+    """The K most probable next tokens behind each token of the vocabulary: `known`, and as many as `seconds` allow."""
     cache = model.new_cache(1)
     cache.resize(1, rounded(1 + SIBLINGS))
     device, began = model.device, time.perf_counter()
@@ -70,8 +73,8 @@ def prime(model: CausalModel, seconds: float = SECONDS) -> Successors:
     )
     alone = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     model.forward_block(cache, 0, nowhere, model.embed(beginning), at_start, alone)
-    tokens, logprobs = [], []
-    for first in range(0, model.vocab_size, SIBLINGS):
+    tokens, logprobs = [known.tokens], [known.logprobs]
+    for first in range(len(known.tokens), model.vocab_size, SIBLINGS):
         ids = torch.arange(first, min(first + SIBLINGS, model.vocab_size), device=device)[None]
         behind = torch.ones_like(ids)
         themselves = torch.eye(ids.shape[1], dtype=torch.bool, device=device)[None]
@@ -96,8 +99,14 @@ def _beginning(model: CausalModel) -> int:
 
 
 def _load(file: Path) -> Successors:
-    with np.load(file, allow_pickle=False) as arrays:
-        return Successors(arrays["tokens"], arrays["logprobs"])
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return Successors(arrays["tokens"], arrays["logprobs"])
+    except FileNotFoundError:
+        return NOBODYS
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        logger.warning("%s cannot be used (%s): made again", file, error)
+        return NOBODYS
 
 
 def _save(file: Path, found: Successors) -> None:

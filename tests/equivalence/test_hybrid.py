@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from esp_worker import reference
 from esp_worker.drafters.hybrid import HybridDrafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.engine import Engine
-from esp_worker.prime import SIBLINGS, prime
+from esp_worker.prime import prime, successors
 from esp_worker.rows import BestRows, FixedRows
 
 
@@ -53,5 +55,18 @@ def test_successors_are_the_models_own(family: str) -> None:
     assert (torch.from_numpy(found.tokens) == tokens).float().mean() > 0.99  # ties apart
 
 
-def test_a_second_does_not_do_for_a_whole_vocabulary() -> None:
-    assert len(prime(tiny_model("llama"), seconds=0.0).tokens) == min(SIBLINGS, VOCAB)
+def test_what_there_was_no_time_for_is_added_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ESPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr("esp_worker.prime.SIBLINGS", 5)
+    model, whole = tiny_model("llama"), prime(tiny_model("llama"))
+    part = prime(model, seconds=0.0)
+    assert len(part.tokens) == 5
+    np.testing.assert_array_equal(prime(model, part).tokens, whole.tokens)
+    np.testing.assert_array_equal(successors(model, "m").tokens, whole.tokens)
+    (file,) = (tmp_path / "successors").iterdir()
+    monkeypatch.setattr("esp_worker.prime.prime", lambda *_: pytest.fail("it is kept"))
+    np.testing.assert_array_equal(successors(model, "m").logprobs, whole.logprobs)
+    assert whole.of(VOCAB) is None
+    file.write_bytes(b"no archive")
+    with pytest.raises(pytest.fail.Exception):
+        successors(model, "m")
