@@ -25,7 +25,8 @@ from esp_worker.types import Completion, Request
 from pipeline.columns import comparison_columns, is_compared, margin_request, result_columns
 from pipeline.decoder import ROW_ERRORS, Decoder, EngineDecoder
 from pipeline.errors import RowErrorType, failure_line
-from pipeline.ledger import DEATHS_ALONE, DEATHS_IN_A_ROW, Claim, Process, RowKey
+from pipeline.lag import RowKey
+from pipeline.ledger import DEATHS_ALONE, DEATHS_IN_A_ROW, Claim, Process
 from pipeline.metrics import ActorMetrics
 from pipeline.plan import Plan, find_checkpoint
 from pipeline.prepare import load_tokenizer
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 REPORT_EVERY_S = 0.2
+ASK_AGAIN_S = 0.1  # while writing lags behind
 
 
 class ActorStartError(RuntimeError):
@@ -61,6 +63,7 @@ class DecodeActor:
         config = plan.config
         self._plan = plan
         self._turns = Turns()
+        self._next_batch = asyncio.Lock()
         self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows that ended, and what they add
         self._method = config.decoder.method
         self._metrics = ActorMetrics(self._method)
@@ -77,11 +80,21 @@ class DecodeActor:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         rows = batch.to_pylist()
-        claim = await self._board.claim.remote(self._process, [_key(row) for row in rows if row["error_type"] is None])
+        claim = await self._claim(rows)
         with self._metrics.in_hand(len(rows)):
             records = await asyncio.gather(*(self._record(row, claim) for row in rows))
         self._report()
         return pa.Table.from_pylist(records, schema=self._schema)
+
+    async def _claim(self, rows: list[dict[str, Any]]) -> Claim:
+        """Take a batch, when writing has come near enough; batches in the order that they came."""
+        decoded = [_key(row) for row in rows if row["error_type"] is None]
+        async with self._next_batch:
+            while True:
+                claim = await self._board.claim.remote(self._process, [_key(row) for row in rows], decoded)
+                if claim is not None:
+                    return claim
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
         """A row's output, decoded when its turn comes."""

@@ -63,7 +63,7 @@ def read(scan: Scan, plan: Plan, done: ray.ObjectRef, census: Any) -> Dataset:
 def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], Decoder] = EngineDecoder) -> Dataset:
     """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
     decoders."""
-    rows_per_call = -(-plan.config.engine.slots // 2)
+    rows_per_call = _rows_per_call(plan.config)
     pool = ActorPoolStrategy(
         min_size=plan.config.cluster.least,
         max_size=plan.config.cluster.actors,
@@ -82,22 +82,37 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
     )
 
 
-def write(rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef) -> Dataset:
+def _rows_per_call(config: JobConfig) -> int:
+    return -(-config.engine.slots // 2)
+
+
+def unwritten_rows(config: JobConfig) -> int:
+    """How many rows may be taken by decoders and in no shard: a shard's, and what keeps the decoders busy meanwhile."""
+    in_hand = config.cluster.actors * (CALLS_PER_ACTOR + 2) * _rows_per_call(config)
+    return config.output.rows_per_file + in_hand
+
+
+def write(
+    rows: Dataset, folder_uri: str, attempt: str, config: JobConfig, retried: ray.ObjectRef, board: Any
+) -> Dataset:
     """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out. retried: as in
-    sink.write_batch."""
+    sink.write_batch. board: handle of a Board, told of each shard."""
     exact = rows.repartition(target_num_rows_per_block=config.output.rows_per_file, strict=True)
     where = {"folder_uri": folder_uri, "attempt": attempt, "keep_columns": config.input.keep_columns}
     return exact.map_batches(
         _write_batch,
-        fn_kwargs={"retried": retried, **where},
+        fn_kwargs={"retried": retried, "board": board, **where},
         batch_format="pyarrow",
         batch_size=None,
         num_cpus=LIGHT_CPUS,
     )
 
 
-def _write_batch(table: pa.Table, retried: ray.ObjectRef, **where: Any) -> pa.Table:
-    return write_batch(table, retried=ray.get(retried), **where)
+def _write_batch(table: pa.Table, retried: ray.ObjectRef, board: Any, **where: Any) -> pa.Table:
+    written = write_batch(table, retried=ray.get(retried), **where)
+    keys = zip(table["row_key"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+    ray.get(board.written.remote(list(keys)))  # a lost word would hold back the decoders
+    return written
 
 
 def _read_files(

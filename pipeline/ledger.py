@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from pipeline.lag import RowKey
+
 DEATHS_ALONE = 2  # one could be an outside kill (OOM killer, operator) that hit an innocent row
 DEATHS_IN_A_ROW = 5  # of one actor, without any row ended; a row that kills explains two, and is condemned by the third
-
-RowKey = tuple[int, int]  # row_key, sample_index
 
 
 @dataclass(frozen=True)

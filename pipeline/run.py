@@ -23,7 +23,7 @@ from pipeline.census import Census
 from pipeline.config import JobConfig
 from pipeline.decoder import Decoder, EngineDecoder
 from pipeline.errors import ConfigError
-from pipeline.graph import LIGHT_CPUS, decode, read, write
+from pipeline.graph import LIGHT_CPUS, decode, read, unwritten_rows, write
 from pipeline.nodes import NoRoomError, alive_nodes, cluster_nodes, room_for
 from pipeline.plan import Plan, continued, make_plan
 from pipeline.progress import show_progress
@@ -213,9 +213,9 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board, nodes = on_this_node(Board), alive_nodes()
+    board, nodes = on_this_node(Board, unwritten_rows(job.config)), alive_nodes()
     rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
-    shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried)
+    shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried, board)
     written = 0
     with (
         room_for(job.plan),

@@ -1,0 +1,36 @@
+"""Decoders wait for writers, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from pipeline.lag import Lag
+
+
+def rows(*numbers: int) -> list[tuple[int, int]]:
+    return [(number, 0) for number in numbers]
+
+
+def test_decoders_wait_while_too_much_is_unwritten() -> None:
+    lag = Lag(3)
+    assert lag.take(rows(1, 2))
+    assert lag.take(rows(3, 4)), "a batch is taken whole"
+    assert not lag.take(rows(5))
+    lag.written(rows(1))
+    assert not lag.take(rows(5))
+    lag.written(rows(2, 3))
+    assert lag.take(rows(5))
+
+
+def test_rows_that_come_again_are_not_counted_twice_and_never_wait() -> None:
+    lag = Lag(2)
+    assert lag.take(rows(1, 2))
+    for _ in range(3):  # their process died
+        assert lag.take(rows(1, 2))
+    assert not lag.take(rows(2, 3))
+    lag.written(rows(1, 2))
+    lag.written(rows(1, 2))  # a writer's task that ran again
+    assert lag.take(rows(3))
+
+
+def test_where_nobody_writes_nobody_waits() -> None:
+    lag = Lag(None)
+    assert all(lag.take(rows(number)) for number in range(100))
