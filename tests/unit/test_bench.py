@@ -176,7 +176,7 @@ def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--methods", "ar,medusa"], "methods are esp, ar, pld"),
+        (["--methods", "ar,medusa"], "methods are esp, hybrid, ar, pld"),
         (["--vary", "impl"], "expected a decoder setting and its value"),
         (["--vary", "block_complexity=10,30"], "use --bc for block_complexity"),
         (["--decoder", "method=ar"], "use --methods for method"),
