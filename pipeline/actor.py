@@ -87,14 +87,17 @@ class DecodeActor:
         return pa.Table.from_pylist(records, schema=self._schema)
 
     async def _claim(self, rows: list[dict[str, Any]]) -> Claim:
-        """Take a batch, when writing has come near enough; batches in the order that they came."""
-        decoded = [_key(row) for row in rows if row["error_type"] is None]
+        """Take a batch, once writing has come near enough; new ones in the order that they came. One that Ray brings
+        again, because its output went with a node, passes those that wait: they may wait for nothing else."""
+        batch, decoded = [_key(row) for row in rows], [_key(row) for row in rows if row["error_type"] is None]
+        claim: Claim | None = await self._board.claim.remote(self._process, batch, decoded)
+        if claim is not None:
+            return claim
         async with self._next_batch:
-            while True:
-                claim = await self._board.claim.remote(self._process, [_key(row) for row in rows], decoded)
-                if claim is not None:
-                    return claim
+            while claim is None:
                 await asyncio.sleep(ASK_AGAIN_S)
+                claim = await self._board.claim.remote(self._process, batch, decoded)
+        return claim
 
     async def _record(self, row: dict[str, Any], claim: Claim) -> dict[str, Any]:
         """A row's output, decoded when its turn comes."""

@@ -26,7 +26,7 @@ from pipeline.scan import Found, Scan, owed_rows
 from pipeline.sink import write_batch
 from pipeline.source import Position, Repeat, SourceFile
 
-CALLS_PER_ACTOR = 6  # Ray batches in one actor at a time, each of half the slots: three rows in hand for each slot
+CALLS_PER_ACTOR = 8  # Ray batches in one actor at a time, each of half the slots: four rows in hand for each slot
 LIGHT_CPUS = 0.5  # of a reading or writing task, so that one spare logical CPU serves both
 PREPARE_ROWS = 64
 BLOCK_BYTES = 1 << 20
@@ -64,11 +64,14 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
     """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
     decoders."""
     rows_per_call = _rows_per_call(plan.config)
+    # Beside the calls that Ray Data has in flight, those that Ray makes again for blocks that were lost with a node: they
+    # must not queue behind calls that wait for a shard, which waits for these blocks.
+    again = -(-unwritten_rows(plan.config) // rows_per_call)
     pool = ActorPoolStrategy(
         min_size=plan.config.cluster.least,
         max_size=plan.config.cluster.actors,
-        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR + 2,
-        max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR,
+        max_concurrent_calls_per_actor=CALLS_PER_ACTOR + again,
     )
     # Small blocks: the block is Ray's unit of loss, and one big block would keep one actor busy and the others idle.
     return prepared.repartition(target_num_rows_per_block=rows_per_call).map_batches(
@@ -88,7 +91,7 @@ def _rows_per_call(config: JobConfig) -> int:
 
 def unwritten_rows(config: JobConfig) -> int:
     """How many rows may be taken by decoders and in no shard: a shard's, and what keeps the decoders busy meanwhile."""
-    in_hand = config.cluster.actors * (CALLS_PER_ACTOR + 2) * _rows_per_call(config)
+    in_hand = config.cluster.actors * CALLS_PER_ACTOR * _rows_per_call(config)
     return config.output.rows_per_file + in_hand
 
 
