@@ -64,8 +64,8 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
     """Rows of prepared_schema in, rows of output_schema out, over a pool of `cluster.min_actors` to `cluster.actors`
     decoders."""
     rows_per_call = _rows_per_call(plan.config)
-    # Beside the calls that Ray Data has in flight, those that Ray makes again for blocks that were lost with a node: they
-    # must not queue behind calls that wait for a shard, which waits for these blocks.
+    # Beside the calls that Ray Data has in flight, those that Ray makes again for blocks that were lost with a node:
+    # they must not queue behind calls that wait for a shard, which waits for these blocks.
     again = -(-unwritten_rows(plan.config) // rows_per_call)
     pool = ActorPoolStrategy(
         min_size=plan.config.cluster.least,
