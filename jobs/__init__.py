@@ -1,1 +1,3 @@
-"""Thin commands over the pipeline: `python -m jobs.generate --config FILE`."""
+"""The commands: thin, over pipeline and esp_worker."""
+
+import pipeline as pipeline  # first of all: it settles what ray.data reads as it is imported
