@@ -1,3 +1,3 @@
-"""The commands: thin, over pipeline and esp_worker."""
+"""Thin commands over the pipeline: `python -m jobs.generate --config FILE`."""
 
 import pipeline as pipeline  # first of all: it settles what ray.data reads as it is imported
