@@ -1,12 +1,16 @@
 """How far writing may lag behind decoding: what is decoded and in no shard is decoded again after a kill of the driver.
 
 Ray lets decoded blocks wait for a writer without end. Decoders ask before they take a batch, writers tell what a shard
-holds, and while too many rows are between the two, decoders wait.
+holds, and while too many rows are between the two, decoders wait. Not for ever: a shard may itself wait for rows that
+went with a node, and Ray decides in what order it makes these again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
+
+PATIENCE_S = 60.0  # of decoders, while no shard is written
 
 RowKey = tuple[int, int]  # row_key, sample_index
 
@@ -15,18 +19,25 @@ class Lag:
     """most: rows that may be taken and in no shard (None: nobody tells what is written). A batch is taken whole, so one
     more may be."""
 
-    def __init__(self, most: int | None) -> None:
-        self._most = most
+    def __init__(self, most: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
         self._rows: set[RowKey] = set()
+        self._waited_since: float | None = None
 
     def take(self, rows: Collection[RowKey]) -> bool:
         """Whether these rows may be decoded now; those that Ray brings again always."""
         if self._most is None:
             return True
-        if len(self._rows) >= self._most and not self._rows.issuperset(rows):
+        if len(self._rows) >= self._most and not self._rows.issuperset(rows) and not self._has_waited():
             return False
         self._rows.update(rows)
         return True
 
     def written(self, rows: Collection[RowKey]) -> None:
         self._rows.difference_update(rows)
+        self._waited_since = None
+
+    def _has_waited(self) -> bool:
+        now = self._clock()
+        self._waited_since = now if self._waited_since is None else self._waited_since
+        return now - self._waited_since > PATIENCE_S

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from ray.data import Dataset
 from rich.console import Console
 
 from pipeline.actor import ActorStartError
@@ -213,23 +214,29 @@ def _decode_owed(
     job: Job, work: Work, census: Any, attempt: str, console: Console, decoder: Callable[[Plan], Decoder]
 ) -> int:
     """Decode and write what the folder lacks; how many rows were written."""
-    board, nodes = on_this_node(Board, unwritten_rows(job.config)), alive_nodes()
-    rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
-    shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried, board)
-    written = 0
-    with (
-        room_for(job.plan),
-        show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console),
-    ):
-        try:
+    board = on_this_node(Board, unwritten_rows(job.config))
+    try:
+        rows = decode(read(job.scan, job.plan, work.done, census), job.plan, board, decoder)
+        shards_written = write(rows, job.folder.place.uri, attempt, job.config, work.retried, board)
+        with show_progress(lambda: ray.get(board.total.remote(), timeout=5), work.owed, console):
+            return _rows_written(shards_written, job.plan)
+    finally:
+        ray.kill(board)  # actors that still wait for its word would keep their CPUs from what follows
+
+
+def _rows_written(shards_written: Dataset, plan: Plan) -> int:
+    """Run the Dataset to its end. Raises RunError."""
+    nodes, written = alive_nodes(), 0
+    try:
+        with room_for(plan):
             for shard in shards_written.iter_rows():
                 logger.debug("wrote %s: %d rows, %d failed", shard["shard"], shard["rows"], shard["failed"])
                 written += shard["rows"]
-        except (ray.exceptions.RayError, NoRoomError) as error:
-            lost = nodes - alive_nodes()
-            if lost and LostFolderError.__name__ not in str(error):
-                raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
-            raise RunError(_why(error)) from error
+    except (ray.exceptions.RayError, NoRoomError) as error:
+        lost = nodes - alive_nodes()
+        if lost and LostFolderError.__name__ not in str(error):
+            raise LostNodesError(f"{len(lost)} node(s) went away: {_why(error)}") from error
+        raise RunError(_why(error)) from error
     return written
 
 

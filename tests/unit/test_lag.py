@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.lag import Lag
+from pipeline.lag import PATIENCE_S, Lag
 
 
 def rows(*numbers: int) -> list[tuple[int, int]]:
@@ -34,3 +34,15 @@ def test_rows_that_come_again_are_not_counted_twice_and_never_wait() -> None:
 def test_where_nobody_writes_nobody_waits() -> None:
     lag = Lag(None)
     assert all(lag.take(rows(number)) for number in range(100))
+
+
+def test_nobody_waits_for_ever_for_a_shard_that_does_not_come() -> None:
+    now = [0.0]
+    lag = Lag(1, lambda: now[0])
+    assert lag.take(rows(1))
+    assert not lag.take(rows(2))
+    now[0] = PATIENCE_S + 1
+    assert lag.take(rows(2))
+    assert lag.take(rows(3))
+    lag.written(rows(9))
+    assert not lag.take(rows(4)), "shards come again"
