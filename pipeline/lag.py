@@ -8,9 +8,10 @@ went with a node, and Ray decides in what order it makes these again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 PATIENCE_S = 60.0  # of decoders, while no shard is written
+REMEMBERED = 4  # times as many rows as may be unwritten: those written lately
 
 RowKey = tuple[int, int]  # row_key, sample_index
 
@@ -22,19 +23,26 @@ class Lag:
     def __init__(self, most: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
         self._rows: set[RowKey] = set()
+        self._written: dict[RowKey, None] = {}  # lately, the oldest first
         self._waited_since: float | None = None
 
-    def take(self, rows: Collection[RowKey]) -> bool:
-        """Whether these rows may be decoded now; those that Ray brings again always."""
+    def take(self, rows: Iterable[RowKey]) -> bool:
+        """Whether these rows may be decoded now. Those that Ray brings again always may, and count once: they are taken
+        already, or were written lately and will not be again."""
         if self._most is None:
             return True
-        if len(self._rows) >= self._most and not self._rows.issuperset(rows) and not self._has_waited():
+        new = [row for row in rows if row not in self._rows and row not in self._written]
+        if new and len(self._rows) >= self._most and not self._has_waited():
             return False
-        self._rows.update(rows)
+        self._rows.update(new)
         return True
 
-    def written(self, rows: Collection[RowKey]) -> None:
-        self._rows.difference_update(rows)
+    def written(self, rows: Iterable[RowKey]) -> None:
+        for row in rows:
+            self._rows.discard(row)
+            self._written[row] = None
+        while len(self._written) > REMEMBERED * (self._most or 0):
+            del self._written[next(iter(self._written))]
         self._waited_since = None
 
     def _has_waited(self) -> bool:

@@ -31,6 +31,21 @@ def test_rows_that_come_again_are_not_counted_twice_and_never_wait() -> None:
     assert lag.take(rows(3))
 
 
+def test_rows_that_come_again_after_they_were_written_take_no_room() -> None:
+    """A node went, and with it blocks whose rows are in a shard already."""
+    lag = Lag(2)
+    assert lag.take(rows(1, 2))
+    lag.written(rows(1, 2))
+    assert lag.take(rows(1, 2))
+    assert lag.take(rows(3, 4))
+    assert not lag.take(rows(2, 5)), "one of them is new"
+    for number in range(10, 30):
+        lag.written(rows(number))
+    lag.written(rows(3, 4))
+    assert lag.take(rows(1, 2))
+    assert not lag.take(rows(5)), "what was written long ago is not remembered: 1 and 2 count"
+
+
 def test_where_nobody_writes_nobody_waits() -> None:
     lag = Lag(None)
     assert all(lag.take(rows(number)) for number in range(100))
