@@ -166,7 +166,7 @@ def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
     """block_complexity, and lookahead, of a method without probes: the one that is given settles the other."""
     given = data.get("block_complexity")
     if given == AUTO and method != "hybrid":
-        raise ValueError(f"block_complexity: auto belongs to method: esp; give method: {method} a number, or none")
+        raise ValueError(f"block_complexity: auto is for esp and hybrid; give method: {method} a number, or none")
     if method == "pld":
         depth = data.get("depth", DecoderConfig.model_fields["depth"].default)
         return data | _derived_rows(given, "depth", depth, lambda: 1 + depth, "1 + depth")

@@ -441,7 +441,7 @@ def test_rows_of_the_baselines(decoder: dict[str, Any], rows: int, settings: dic
         ({"method": ["lade"]}, "decoder.method: "),
         ({"method": "stand", "ngram": 0}, "decoder.ngram: "),
         ({"method": "recycle", "block_complexity": 1}, "decoder.block_complexity: give auto, or the rows"),
-        ({"method": "stand", "block_complexity": "auto"}, "decoder: block_complexity: auto belongs to method: esp;"),
+        ({"method": "stand", "block_complexity": "auto"}, "decoder: block_complexity: auto is for esp and hybrid;"),
         ({"method": "recycle", "masks": 2}, "decoder: masks: no settings of method: recycle; leave them out"),
         (
             {"method": "pld", "init": "last_k", "lookahead": [4, 5, 5]},
