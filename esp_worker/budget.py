@@ -18,11 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
+from esp_worker.cost import MAX_ROWS, Costs
 from esp_worker.tree import Candidates, TokenTree
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # widest block of one sequence
 _RANKS, _BINS = 8, 14  # ranks 0, 1, 2-3, 4-7, ..; probabilities above 1/2, 1/4, ..
 
 
@@ -135,12 +135,6 @@ def worth(tree: TokenTree, size: int) -> Worth:
     )
 
 
-class _Costs(Protocol):
-    """cost.StepCost, as far as it is needed here."""
-
-    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray: ...
-
-
 class AutoBudget:
     """Spends rows where they make most tokens a second, and none where plain decoding is faster.
 
@@ -164,7 +158,7 @@ class AutoBudget:
     FIRST_BAR = 256  # plain steps before drafting is tried again after it was stopped
     _RATE, _SETTLING = 0.1, 20
 
-    def __init__(self, cost: _Costs, masks: int, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, cost: Costs, masks: int, max_rows: int = MAX_ROWS) -> None:
         self._cost, self._masks = cost, masks
         self.max_rows = max_rows
         self.acceptance = Acceptance(masks)

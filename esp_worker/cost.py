@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -21,6 +21,7 @@ import xxhash
 from esp_worker.checkpoint import cache_folder
 
 FORMAT = 1
+MAX_ROWS = 64  # widest block of one sequence that a budget chooses
 _BEYOND = 1024.0  # how far behind the last measured point the grid is continued, in multiples of that point
 
 
@@ -39,6 +40,12 @@ class CostKey:
         """Where this machine keeps the table."""
         name = xxhash.xxh3_64_hexdigest(json.dumps(asdict(self), sort_keys=True).encode())
         return cache_folder() / "steps" / f"{name}.json"
+
+
+class Costs(Protocol):
+    """What a budget needs of a StepCost."""
+
+    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray: ...
 
 
 class CostTableError(ValueError):

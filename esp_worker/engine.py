@@ -371,7 +371,7 @@ class Engine:
         sequence.stats.prefill_calls += 1
         sequence.stats.prefill_tokens += tokens
         if not sequence.output:
-            self._watch_prompt(sequence, hidden[:tokens], self._table.context[first:end].tolist())
+            self._watch_prompt(sequence, hidden[:tokens], first)
         if prompt_ends:
             self._first_token(sequence, self.model.logits(hidden[tokens - 1 :]))
         if end == sequence.length:
@@ -387,11 +387,13 @@ class Engine:
         sequence.state = sequence.drafter.start(prompt)
         sequence.started = began  # at the end: should this fail for want of memory, it is done again
 
-    def _watch_prompt(self, sequence: ActiveSequence, hidden: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Show a drafter that asks for it what the model answers behind a prompt's `tokens`. hidden [n, H]."""
+    def _watch_prompt(self, sequence: ActiveSequence, hidden: torch.Tensor, start: int) -> None:
+        """Show a drafter that asks for it what the model answers behind a prompt's tokens from `start` on: hidden
+        [n, H]."""
         watch = sequence.drafter.watch
         if watch is None or not watch.prompt:
             return
+        tokens = sequence.request.prompt_ids[start : start + len(hidden)]
         for first in range(0, len(tokens), WATCHED_ROWS):
             part = tokens[first : first + WATCHED_ROWS]
             logits = self.model.logits(hidden[first : first + WATCHED_ROWS])

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
+from esp_worker.cost import MAX_ROWS, Costs
 from esp_worker.tree import TokenTree
 
-MAX_ROWS = 64
 NO_TREE = 2.0  # no P reaches it
 
 
@@ -23,12 +23,12 @@ class Rows(Protocol):
     most: int  # rows of a sequence
 
     def least(self, batch: int, context: int) -> float:
-        """P of a node below which no row is worth it; above 1: none is, whatever could be drafted."""
+        """P of a node below which no row of the next step is worth it; above 1: none is, whatever could be drafted.
+        context: tokens of the longest sequence's."""
         ...
 
-    def choose(self, trees: Sequence[TokenTree], context: int) -> int:
-        """Rows of each sequence in the next step. trees: the largest that each could verify; context: tokens of the
-        longest one's."""
+    def choose(self, trees: Sequence[TokenTree]) -> int:
+        """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
         ...
 
     def spent(self, seconds: float, tokens: int) -> None:
@@ -45,17 +45,11 @@ class FixedRows:
     def least(self, batch: int, context: int) -> float:
         return 1e-4
 
-    def choose(self, trees: Sequence[TokenTree], context: int) -> int:
+    def choose(self, trees: Sequence[TokenTree]) -> int:
         return self.most
 
     def spent(self, seconds: float, tokens: int) -> None:
         return None
-
-
-class _Costs(Protocol):
-    """cost.StepCost, as far as it is needed here."""
-
-    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray: ...
 
 
 class BestRows:
@@ -70,46 +64,46 @@ class BestRows:
     GAIN = 1.02  # over plain decoding, below which a step stays plain
     _RATE = 0.1
 
-    def __init__(self, cost: _Costs, most: int = MAX_ROWS) -> None:
+    def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
         self._off = {False: 1.0, True: 1.0}  # measured seconds in the table's, of plain and of wide steps
         self._steps = 0
         self._plain_for = 0  # steps since the last wide one
-        self._chosen = (1, 1.0)  # rows, the table's seconds
+        self._seconds = self._widths * 1.0  # the table's, of each width in the next step
+        self._rows = 1  # chosen
 
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
-        if self._skips():
+        if self._plain_for > 2 * self.LOOK_EVERY and self._steps % self.LOOK_EVERY:
+            self._seconds = self._cost.seconds(batch, self._widths[:1], context)
             return NO_TREE
-        seconds = self._seconds(batch, context)
+        self._seconds = self._cost.seconds(batch, self._widths, context)
+        seconds = self._corrected()
         per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
         return min(max(float(per_row.min()) / float(seconds[0]), 1e-3), 1.0)
 
-    def choose(self, trees: Sequence[TokenTree], context: int) -> int:
-        seconds = self._seconds(len(trees), context)
+    def choose(self, trees: Sequence[TokenTree]) -> int:
+        best = self._best(trees) if any(map(len, trees)) and self._steps % self.PLAIN_EVERY else 0
+        self._plain_for = 0 if best else self._plain_for + 1
+        self._rows = best + 1
+        return self._rows
+
+    def spent(self, seconds: float, tokens: int) -> None:
+        ratio = min(max(seconds / float(self._seconds[self._rows - 1]), 0.25), 4.0)
+        wide = self._rows > 1
+        self._off[wide] += self._RATE * (ratio - self._off[wide])
+
+    def _best(self, trees: Sequence[TokenTree]) -> int:
+        """Nodes of each sequence, with which the step makes most tokens a second."""
         gained = np.zeros(self.most)
         for tree in trees:
             probs = -np.sort(-np.asarray(tree.probs, np.float64))[: self.most - 1]
             gained[1 : 1 + len(probs)] += probs
-        rates = (len(trees) + gained.cumsum()) / seconds
+        rates = (len(trees) + gained.cumsum()) / self._corrected()
         best = int(rates.argmax())
-        if rates[best] < self.GAIN * rates[0] or self._steps % self.PLAIN_EVERY == 0:
-            best = 0
-        self._plain_for = 0 if best else self._plain_for + 1
-        self._chosen = best + 1, float(self._cost.seconds(len(trees), self._widths[best : best + 1], context)[0])
-        return best + 1
+        return best if rates[best] >= self.GAIN * rates[0] else 0
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        rows, expected = self._chosen
-        ratio = min(max(seconds / expected, 0.25), 4.0)
-        wide = rows > 1
-        self._off[wide] += self._RATE * (ratio - self._off[wide])
-
-    def _skips(self) -> bool:
-        return self._plain_for > 2 * self.LOOK_EVERY and self._steps % self.LOOK_EVERY != 0
-
-    def _seconds(self, batch: int, context: int) -> np.ndarray:
-        seconds = self._cost.seconds(batch, self._widths, context) * self._off[True]
-        seconds[0] *= self._off[False] / self._off[True]
-        return seconds
+    def _corrected(self) -> np.ndarray:
+        """The table's seconds as they really are."""
+        return self._seconds * np.where(self._widths > 1, self._off[True], self._off[False])

@@ -38,7 +38,8 @@ from esp_worker.types import Completion, Request, SamplingParams
 from jobs import bench_step
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
 from jobs.runtime import machine, versions
-from pipeline.config import AUTO, SETTINGS_OF, DecoderConfig, parse_decoder
+from pipeline.config import parse_decoder
+from pipeline.decoder_config import AUTO, SETTINGS_OF, DecoderConfig
 from pipeline.errors import ConfigError
 from pipeline.methods import make_drafters
 from pipeline.prepare import load_tokenizer

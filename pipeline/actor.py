@@ -64,7 +64,7 @@ class DecodeActor:
         self._plan = plan
         self._turns = Turns()
         self._next_batch = asyncio.Lock()
-        self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows that ended, and what they add
+        self._news: tuple[list[RowKey], Tally] = ([], Tally())  # rows decoded, and what these and others add
         self._method = config.decoder.method
         self._metrics = ActorMetrics(self._method)
         self._schema = output_schema(config.input.keep_columns)
@@ -125,7 +125,7 @@ class DecodeActor:
 
     def _failed(self, kind: str, message: str) -> dict[str, Any]:
         """The columns of a row that is not decoded."""
-        self._board.add.remote(Tally(rows=1, failed=1))
+        self._tell(Tally(rows=1, failed=1))
         return _failure(kind, message)
 
     def _tell_failure(self, row: dict[str, Any], kind: str, message: str) -> None:
@@ -145,20 +145,20 @@ class DecodeActor:
             committed, calls = sum(result["accept_lengths"]), result["decode_calls"]
             tally = Tally(rows=1, tokens=result["output_tokens"], committed=committed, decode_calls=calls)
             self._metrics.done(result)
-        self._ended(_key(row), tally)
+        self._news[0].append(_key(row))
+        self._tell(tally)
         return result
 
-    def _ended(self, row: RowKey, tally: Tally) -> None:
+    def _tell(self, tally: Tally) -> None:
         """Tell the board, together with the rows that end about now: a message a row would cost more than a short row
         does."""
-        if not self._news[0]:
+        if not self._news[1].rows:
             asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
-        self._news[0].append(row)
         self._news[1].add(tally)
 
     def _report(self) -> None:
         (rows, tally), self._news = self._news, ([], Tally())
-        if rows:
+        if tally.rows:
             self._board.ended.remote(self._process, rows, tally)  # fire and forget
 
     async def _is_broken(self) -> bool:

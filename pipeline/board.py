@@ -50,12 +50,9 @@ class Board:
         self._ledger.alone(process, row)
 
     def ended(self, process: Process, rows: Iterable[RowKey], tally: Tally) -> None:
-        """Rows that were decoded; others are only added."""
+        """Rows that were decoded; tally: what they and those that were not add."""
         for row in rows:
             self._ledger.ended(process, row)
-        self.add(tally)
-
-    def add(self, tally: Tally) -> None:
         self._total.add(tally)
 
     def total(self) -> Tally:

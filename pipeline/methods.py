@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from esp_worker.budget import MAX_ROWS, AutoBudget
-from esp_worker.cost import StepCost
+from esp_worker.budget import AutoBudget
+from esp_worker.cost import MAX_ROWS, StepCost
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.hybrid import HybridDrafter
@@ -18,7 +18,7 @@ from esp_worker.drafters.stand import Stand
 from esp_worker.model import CausalModel
 from esp_worker.prime import Successors
 from esp_worker.rows import BestRows, FixedRows
-from pipeline.config import AUTO, DecoderConfig
+from pipeline.decoder_config import AUTO, DecoderConfig
 
 
 def make_drafters(

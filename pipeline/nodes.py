@@ -13,10 +13,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import ray
 
+from pipeline.beside import beside
 from pipeline.plan import Node, Plan, room
 
 POLL_S = 5.0
@@ -49,15 +51,11 @@ def room_for(plan: Plan) -> Iterator[None]:
     def give_up(*_: object) -> NoReturn:
         raise NoRoomError(f"no room for {plan.config.cluster.least} actor(s) on the nodes that are left")
 
-    stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(plan, stop), daemon=True)
     before = signal.signal(_SIGNAL, give_up)
-    thread.start()
     try:
-        yield
+        with beside(partial(_watch, plan)):
+            yield
     finally:
-        stop.set()
-        thread.join()
         signal.signal(_SIGNAL, before)
 
 

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pipeline.beside import beside
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +75,8 @@ class Moment:
 @contextmanager
 def show_progress(read: Callable[[], Tally], expected: int, console: Console) -> Iterator[None]:
     """Show progress while the body runs: a live bar on a terminal, a plain log line every 10 s elsewhere."""
-    stop = threading.Event()
-    shower = _live if console.is_terminal else _lines
-    thread = threading.Thread(target=shower, args=(read, expected, console, stop), daemon=True)
-    thread.start()
-    try:
+    with beside(partial(_live if console.is_terminal else _lines, read, expected, console)):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _moments(read: Callable[[], Tally], expected: int, every: float, stop: threading.Event) -> Iterator[Moment]:

@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._pass_on(body)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
     def _pieces(self) -> Iterator[bytes]:
         """The request's body; in two halves, where its length is given at the start."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
-from esp_worker.drafters.ngrams import Followers
+from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
 from esp_worker.drafters.recall import Context, Recall
 from esp_worker.odds import Candidate, Odds
@@ -68,7 +68,7 @@ class HybridState:
 
     sampling: SamplingParams
     probe: ProbeState
-    text: Followers
+    text: History
     drawn: int = 0
     proposed: dict[tuple[int, ...], list[Candidate]] = field(default_factory=dict)
     contexts: list[Context] = field(default_factory=list)
@@ -99,16 +99,15 @@ class HybridDrafter:
         self.watch: Watch | None = Watch(best=self._recall.best, probs="best")
 
     def start(self, prompt: Prompt) -> HybridState:
-        return HybridState(prompt.sampling, self._probe.start(prompt), Followers(prompt.ids, LONGEST))
+        return HybridState(prompt.sampling, self._probe.start(prompt), History(prompt.ids, LONGEST))
 
     def mask_embeds(self, state: HybridState) -> torch.Tensor:
         return self._probe.mask_embeds(state.probe)
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
-        context = max(turn.length for turn in turns)
-        least = self._rows.least(len(turns), context)
+        least = self._rows.least(len(turns), max(turn.length for turn in turns))
         trees = [self._grow(turn.state, turn.room, least) for turn in turns]
-        rows = self._rows.choose(trees, context)
+        rows = self._rows.choose(trees)
         return [self._draft(turn, tree, rows) for turn, tree in zip(turns, trees, strict=True)]
 
     def saw(self, states: Sequence[HybridState], seen: Sequence[Seen]) -> None:
@@ -122,7 +121,8 @@ class HybridDrafter:
             contexts += state.contexts
             tokens.append(each.best)
             logprobs.append(each.logprobs)
-        order = [*range(len(contexts)), *kept]  # of equal contexts, one that a sequence keeps has the last word
+        # Of equal contexts, one that a sequence keeps has the last word.
+        order = sorted(range(len(contexts)), key=set(kept).__contains__)
         best = np.concatenate(tokens), np.concatenate(logprobs)
         self._recall.learn([contexts[row] for row in order], best[0][order], best[1][order])
 
@@ -210,10 +210,15 @@ def _text_codes(followed: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int
     for size, tokens in followed:
         distinct = set(tokens)
         for token in distinct - named:
-            alone, newest = (0, 1), (3, 2)
-            kind = alone[len(tokens) > 1] if len(distinct) == 1 else newest[token == tokens[-1]]
-            yield token, _NAMED + _KINDS * (size - 1) + kind
+            yield token, _NAMED + _KINDS * (size - 1) + _kind(token, tokens)
         named |= distinct
+
+
+def _kind(token: int, followed: Sequence[int]) -> int:
+    """Of _KINDS, by all that followed the n-gram, `token` among it."""
+    if followed.count(token) == len(followed):
+        return 0 if len(followed) == 1 else 1
+    return 2 if token == followed[-1] else 3
 
 
 def _contexts(tail: Context, tree: TokenTree) -> list[Context]:

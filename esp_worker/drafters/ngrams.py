@@ -6,36 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class History:
-    """A sequence's tokens, with the first place of every n-gram of 1..`longest` tokens that something follows."""
+    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens that something follows."""
 
-    def __init__(self, tokens: Iterable[int], longest: int) -> None:
-        self.tokens: list[int] = []
-        self._longest = longest
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it first
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            end = len(self.tokens)
-            for size in range(1, min(self._longest, end) + 1):
-                self._after.setdefault(tuple(self.tokens[end - size :]), end)
-            self.tokens.append(token)
-
-    def continuation(self, count: int) -> Sequence[int]:
-        """Up to `count` tokens that followed the longest n-gram the text ends with, where that stood first before;
-        empty where even its last token is new."""
-        for size in range(min(self._longest, len(self.tokens)), 0, -1):
-            start = self._after.get(tuple(self.tokens[-size:]))
-            if start is not None:
-                return self.tokens[start : start + count]
-        return ()
-
-
-class Followers:
-    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens: what has followed it, and how
-    often lately."""
-
-    NEWEST = 8  # places of an n-gram that count
+    NEWEST = 8  # places of an n-gram that `after` tells
 
     def __init__(self, tokens: Iterable[int], longest: int) -> None:
         self.tokens: list[int] = []
@@ -50,10 +23,21 @@ class Followers:
                 self._places.setdefault(tuple(self.tokens[end - size :]), []).append(end)
             self.tokens.append(token)
 
+    def continuation(self, count: int) -> Sequence[int]:
+        """Up to `count` tokens that followed the longest n-gram the text ends with, where that stood first before;
+        empty where even its last token is new."""
+        for _, places in self._known(tuple(self.tokens[-self._longest :])):
+            return self.tokens[places[0] : places[0] + count]
+        return ()
+
     def after(self, text: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
         """For each n-gram that `text` ends with and that has stood before, longest first: its size, and the tokens
-        that followed it, oldest first."""
+        that followed it, oldest first, of its newest places."""
+        for size, places in self._known(text):
+            yield size, [self.tokens[place] for place in places[-self.NEWEST :]]
+
+    def _known(self, text: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
         for size in range(min(self._longest, len(text)), 0, -1):
             places = self._places.get(text[-size:])
             if places is not None:
-                yield size, [self.tokens[place] for place in places[-self.NEWEST :]]
+                yield size, places

@@ -26,7 +26,7 @@ RANK_ACCEPTANCE = (0.40, 0.10, 0.055, 0.04, 0.03, 0.023, 0.018, 0.015)
 _UNSEEN = -1
 
 
-class Successors:
+class AdjacencyMatrix:
     """V x K matrix: each token's most probable next tokens, best first, when it was last seen."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -50,7 +50,7 @@ class TokenRecycling(Unprobed):
     watch: Watch | None = Watch(best=len(RANK_ACCEPTANCE), prompt=True)
 
     def __init__(self, vocab_size: int, *, block_complexity: int = 30) -> None:
-        self._successors = Successors(vocab_size)
+        self._matrix = AdjacencyMatrix(vocab_size)
         self._nodes = block_complexity - 1
 
     def start(self, prompt: Prompt) -> None:
@@ -58,13 +58,13 @@ class TokenRecycling(Unprobed):
 
     def tree(self, state: None, root_token: int, room: Room) -> TokenTree:
         def children(path: tuple[int, ...]) -> Iterator[tuple[int, float]]:
-            return self._successors.of(path[-1] if path else root_token)
+            return self._matrix.of(path[-1] if path else root_token)
 
         return grow_best_first(children, self._nodes, room.max_depth)
 
     def saw(self, states: Sequence[None], seen: Sequence[Seen]) -> None:
         for each in seen:
-            self._successors.learn(each)
+            self._matrix.learn(each)
 
     def observe(
         self, states: Sequence[None], committed: Sequence[Sequence[int]], probe_logits: Sequence[torch.Tensor]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn
 from esp_worker.drafters.hybrid import HybridDrafter, HybridState
-from esp_worker.drafters.ngrams import Followers
+from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import ORDERS, Recall
 from esp_worker.rows import FixedRows
 from esp_worker.sampling import gumbel_noise
@@ -77,14 +77,14 @@ def test_short_texts_have_short_contexts() -> None:
 
 @given(texts, st.lists(texts, max_size=3), st.integers(1, 4))
 def test_followers_are_all_that_followed(first: list[int], runs: list[list[int]], longest: int) -> None:
-    followers = Followers(first, longest)
+    followers = History(first, longest)
     text = list(first)
     for run in runs:
         followers.extend(run)
         text += run
     for size, tokens in followers.after(tuple(text)):
         ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
-        assert tokens == [text[end] for end in ends][-Followers.NEWEST :]
+        assert tokens == [text[end] for end in ends][-History.NEWEST :]
     sizes = [size for size, _ in followers.after(tuple(text))]
     before = [tuple(text[end - size : end]) for size in range(1, longest + 1) for end in range(size, len(text))]
     stood = [size for size in range(longest, 0, -1) if size <= len(text) and tuple(text[-size:]) in before]

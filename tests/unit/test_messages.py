@@ -51,7 +51,7 @@ def test_a_null_argument_of_a_json_line_is_the_calls_own(tmp_path: Path) -> None
         messages_column="chat",
     )
     assert row.messages_or_prompt is not None
-    assert row.messages_or_prompt[1]["tool_calls"] == [call]  # type: ignore[index]
+    assert row.messages_or_prompt[1]["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_arguments_become_objects(tmp_path: Path, arguments: Any, expected: Any)
         *({"chat": [CHAT[0], {"role": "assistant", "content": "ok", "tool_calls": [each]}]} for each in (call, flat)),
         messages_column="chat",
     )
-    calls = [row.messages_or_prompt[1]["tool_calls"][0] for row in rows]  # type: ignore[index]
+    calls = [row.messages_or_prompt[1]["tool_calls"][0] for row in rows]
     assert calls[0]["function"] == {"name": "f", "arguments": expected}
     assert calls[1] == {"name": "f", "arguments": expected}
 

@@ -25,7 +25,7 @@ def chain(*probs: float) -> TokenTree:
 
 def after_look(rows: BestRows, trees: list[TokenTree]) -> int:
     rows.least(len(trees), 100)
-    return rows.choose(trees, 100)
+    return rows.choose(trees)
 
 
 def test_the_best_rate_over_all_widths() -> None:
@@ -69,7 +69,7 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     for _ in range(200):
         least = rows.least(1, 100)
         looks += least != NO_TREE
-        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)], 100) == 1
+        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == 1
         rows.spent(1.0, 1)
     assert looks < 200 / BestRows.LOOK_EVERY + 3 * BestRows.LOOK_EVERY
 
@@ -83,4 +83,4 @@ def test_no_node_that_could_pay_lies_below_the_least() -> None:
 
 
 def test_fixed_rows_are_fixed() -> None:
-    assert FixedRows(7).choose([EMPTY_TREE], 5) == 7
+    assert FixedRows(7).choose([EMPTY_TREE]) == 7

@@ -236,7 +236,7 @@ def refusing_endpoint(aws: pytest.MonkeyPatch) -> Iterator[str]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def do_PUT(self) -> None:
             self.rfile.read1(65536)
