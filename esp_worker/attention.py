@@ -1,7 +1,6 @@
-"""Tree attention on stock Hugging Face models: one registered function, and the masks that it reads.
+"""Tree attention on stock Hugging Face models: one registered function.
 
-B sequences, N rows of a block, T cache columns, H heads, G key/value heads, g = H/G, D head size.
-Columns of a slot: [0, L) its context, [L, L + N) the block's own rows. Column c of the context holds position c.
+B sequences, R rows of all, N of the widest block, T cache columns, H heads, G key/value heads, g = H/G, D head size.
 The grouped queries are folded into the query axis ([B, G, g*N, D]) so that the cache is never copied per head.
 """
 
@@ -12,55 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from esp_worker.block import Block
+
 ATTENTION_NAME = "esp_tree"
 
 # Per-layer arguments that change the result and that this function does not implement: attention sinks under their two
 # names, added biases, and choices of columns that a layer makes itself.
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
-
-
-class BlockMask:
-    """Who sees whom in one forward pass, as the additive mask of each window that the model's layers use.
-
-    lengths: [B] context columns of each slot; positions: [B, N]; visible: [B, N, N] bool, within the block.
-    """
-
-    def __init__(
-        self, lengths: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, columns: int, dtype: torch.dtype
-    ) -> None:
-        self._lengths, self._positions, self._visible = lengths, positions, visible
-        self._columns, self._dtype = columns, dtype
-        self._cache: dict[tuple[int | None, int], torch.Tensor | None] = {}
-
-    def additive(self, window: int | None, group: int) -> torch.Tensor | None:
-        """[B, 1, group*N, T] with 0 where a row sees a column and -inf elsewhere; None when all see all."""
-        key = (window, group)
-        if key not in self._cache:
-            self._cache[key] = self._build(window, group)
-        return self._cache[key]
-
-    def _build(self, window: int | None, group: int) -> torch.Tensor | None:
-        allowed = self._allowed(window)
-        if bool(allowed.all()):
-            return None
-        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device)
-        mask.masked_fill_(~allowed, -torch.inf)
-        batch, rows, columns = mask.shape
-        return mask[:, None].expand(batch, group, rows, columns).reshape(batch, 1, group * rows, columns)
-
-    def _allowed(self, window: int | None) -> torch.Tensor:
-        """[B, N, T] bool."""
-        batch, rows, _ = self._visible.shape
-        columns = torch.arange(self._columns, device=self._lengths.device)
-        in_block = columns[None] - self._lengths[:, None]  # [B, T]; negative: context
-        own = in_block.clamp(0, rows - 1)[:, None].expand(batch, rows, self._columns)
-        allowed = torch.where(in_block[:, None] < 0, True, self._visible.gather(2, own) & (in_block[:, None] < rows))
-        if window is None:
-            return allowed
-        # By position id, never by column: a node's column in the block says nothing of its distance.
-        block_positions = self._positions.gather(1, in_block.clamp(0, rows - 1))
-        column_positions = torch.where(in_block < 0, columns[None], block_positions)  # [B, T]
-        return allowed & (self._positions[:, :, None] - column_positions[:, None] < window)
 
 
 def tree_attention(
@@ -70,13 +27,13 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    block: BlockMask,
+    block: Block,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query [B, H, N, D] over key, value [B, G, T, D] under `block`; returns ([B, N, H, D], None).
+    """Attention of query [1, H, R, D] over key, value [B, G, T, D] under `block`; returns ([1, R, H, D], None).
 
     The model hands each layer's own sliding_window, so a hybrid model cannot lose it to a shared mask. Raises
     ValueError when it hands an argument that is not implemented here.
@@ -85,15 +42,16 @@ def tree_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"tree attention does not implement {name}, which this model's layers ask for")
+    query = block.apart(query)
     batch, heads, rows, size = query.shape
     groups = key.shape[1]
     folded = query.reshape(batch, groups, heads // groups * rows, size)
-    mask = block.additive(sliding_window, heads // groups)
+    mask = block.additive(sliding_window, heads // groups, query.dtype)
     if softcap is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _capped_attention(folded, key, value, mask, size**-0.5 if scaling is None else scaling, softcap)
-    return out.reshape(batch, heads, rows, size).transpose(1, 2), None  # the caller's reshape copies
+    return block.together(out.reshape(batch, heads, rows, size)), None
 
 
 def _capped_attention(

@@ -1,9 +1,9 @@
 """Slot cache: one preallocated KV tensor, a contiguous context per slot, compaction after each step.
 
-S slots, T columns, G key/value heads, D head size. Slot s holds its context in columns [0, L_s); a step writes its N
-block rows behind it and `compact` moves the accepted ones to where the context continues. Nothing is concatenated, and
-a step copies only rows that an accepted path left out of order. Running sequences occupy slots 0..B-1 (`copy` closes a
-gap), so the model reads a slice.
+S slots, T columns, G key/value heads, D head size, B slots and R rows of a block (block.py). Slot s holds its context
+in columns [0, L_s); a step writes its rows behind it and `compact` moves the accepted ones to where the context
+continues. Nothing is concatenated, and a step copies only rows that an accepted path left out of order. Running
+sequences occupy slots 0..B-1 (`copy` closes a gap), so the model reads a slice.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-COLUMN_STEP = 256
+from esp_worker.block import Block
 
-_Where = tuple[slice, slice] | tuple[torch.Tensor, torch.Tensor]  # index of slots and columns: [B, N] of them
+COLUMN_STEP = 256
 
 
 def rounded(columns: int) -> int:
@@ -29,7 +29,7 @@ class SlotCache:
         self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._kv = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._write: tuple[_Where, slice, int] | None = None
+        self._block: Block | None = None
 
     @property
     def slots(self) -> int:
@@ -60,29 +60,25 @@ class SlotCache:
         kv[:, :, :slots, :, :columns] = self._kv[:, :, :slots, :, :columns]
         self._kv = kv
 
-    def begin(self, first_slot: int, lengths: torch.Tensor, rows: int, columns: int) -> None:
-        """The next forward writes `rows` rows of slots first_slot.. behind their `lengths` [B] and reads `columns`, as
-        many as the longest then has."""
-        if columns > self.columns:
-            self.resize(self.slots, rounded(columns))
-        span = slice(first_slot, first_slot + len(lengths))
-        where: _Where = (span, slice(columns - rows, columns))
-        if int(lengths.min()) + rows < columns:  # contexts of several lengths
-            device = self._kv.device
-            slots = torch.arange(span.start, span.stop, device=device)
-            where = (slots[:, None], lengths[:, None] + torch.arange(rows, device=device))
-        self._write = (where, span, columns)
+    def begin(self, block: Block) -> None:
+        """The next forward pass writes the block's rows and reads its columns."""
+        if block.columns > self.columns:
+            self.resize(self.slots, rounded(block.columns))
+        self._block = block
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hugging Face's cache call: store key, value [B, G, N, D], return views [B, G, T, D] of the slots' columns."""
-        assert self._write is not None, "begin() comes before a forward pass"
-        where, span, columns = self._write
-        keys, values = self._kv[layer]
-        keys.transpose(1, 2)[where] = key.transpose(1, 2)
-        values.transpose(1, 2)[where] = value.transpose(1, 2)
-        return keys[span, :, :columns], values[span, :, :columns]
+        """Hugging Face's cache call: store key, value [1, G, R, D], return views [B, G, T, D] of the slots' columns."""
+        assert self._block is not None, "begin() comes before a forward pass"
+        block, (keys, values) = self._block, self._kv[layer]
+        slots, columns = block.where
+        for held, rows in ((keys, key), (values, value)):
+            if isinstance(columns, slice):
+                held[slots, :, columns] = block.apart(rows)
+            else:
+                held.transpose(1, 2)[slots, columns] = rows[0].transpose(0, 1)
+        return keys[block.slots, :, : block.columns], values[block.slots, :, : block.columns]
 
     def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy column sources[i] of slots[i] to column targets[i], in all layers; reads all before it writes."""

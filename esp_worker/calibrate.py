@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache, rounded
 from esp_worker.cost import CostKey, CostTableError, StepCost
 from esp_worker.model import CausalModel
@@ -114,16 +115,15 @@ class _Point:
 def _step(model: CausalModel, cache: SlotCache, sequences: int, rows: int, context: int) -> Callable[[], None]:
     """One decode step of that size, ready to run."""
     device = model.device
-    ids = torch.arange(sequences * rows, device=device).reshape(sequences, rows) % model.vocab_size
-    lengths = torch.full((sequences,), context, device=device)
-    depths = torch.ones(rows, dtype=torch.long, device=device)
-    depths[0] = 0
-    visible = torch.eye(rows, dtype=torch.bool, device=device)
+    ids = torch.arange(sequences * rows, device=device) % model.vocab_size
+    offsets = torch.ones(rows, dtype=torch.long)
+    offsets[0] = 0
+    visible = torch.eye(rows, dtype=torch.bool)
     visible[:, 0] = True
-    visible = visible.expand(sequences, rows, rows)
 
     def run() -> None:
-        hidden = model.forward_block(cache, 0, lengths, model.embed(ids), lengths[:, None] + depths, visible)
-        model.logits(hidden.flatten(0, 1)).argmax(-1).tolist()  # to the host, as the accept walk needs it
+        block = Block(0, [context] * sequences, [offsets] * sequences, [visible] * sequences, device)
+        hidden = model.forward_block(cache, block, model.embed(ids))
+        model.logits(hidden).argmax(-1).tolist()  # to the host, as the accept walk needs it
 
     return run

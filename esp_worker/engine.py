@@ -1,41 +1,37 @@
 """The step loop: admit, prefill, draft, one forward pass for all slots, verify, commit.
 
-B running sequences in slots 0..B-1, N rows of the widest block, H hidden size, V vocabulary, k masks.
+B running sequences in slots 0..B-1, H hidden size, V vocabulary, k masks.
 A lane is a drafting method with its own queue. Sequences of two lanes never share a step: a lane runs until it has
 nothing left, then the next one does, on the same model, kernels and slots. That is how plain decoding is compared.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
+from esp_worker.block import Block
 from esp_worker.cache import rounded
-from esp_worker.drafters.base import Drafter, Prompt, Seen, Watch
+from esp_worker.drafters.base import Drafter, Prompt, Seen
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
-from esp_worker.sampling import NoTokenError, select_token, token_logprobs, top_k, why_no_token
 from esp_worker.sequence import ActiveSequence
 from esp_worker.slots import SlotTable
+from esp_worker.step import Step, answers, argmax, verify
 from esp_worker.stopping import Ending, token_limit
-from esp_worker.tree import Draft
+from esp_worker.tree import EMPTY_TREE, Draft
 from esp_worker.types import Completion, FinishReason, Request, TokenLogprobs
-from esp_worker.verify import Verdict, accept_walk
+from esp_worker.verify import Verdict
 
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 BLOCK_COLUMNS = 256  # room for a block behind the longest context
-# Blocks of at most so many rows, over all slots, pass lm_head once: a second pass reads its weight again, which takes
-# as long as about 15 more rows on a CPU, and as hundreds on a GPU.
-ONE_PASS_ROWS = 32
 WATCHED_ROWS = 64  # a prompt's rows whose logits are computed at once, where a method asks for them
 _GIB = 1 << 30
 
@@ -366,7 +362,8 @@ class Engine:
             mask_embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
             embeds = torch.cat([embeds, mask_embeds.to(embeds.dtype)])
         self._make_columns(first + len(embeds))
-        hidden = self._forward_chain(embeds, first, slot=len(self._table.running))
+        block = Block.chain(len(self._table.running), first, len(embeds), self.model.device)
+        hidden = self.model.forward_block(self._table.cache, block, embeds)
         self._table.fill(tokens)
         sequence.stats.prefill_calls += 1
         sequence.stats.prefill_tokens += tokens
@@ -397,24 +394,15 @@ class Engine:
         for first in range(0, len(tokens), WATCHED_ROWS):
             part = tokens[first : first + WATCHED_ROWS]
             logits = self.model.logits(hidden[first : first + WATCHED_ROWS])
-            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *_answers(logits, watch))])
+            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *answers(logits, watch))])
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
-        request = sequence.request
-        token = select_token(logits[0], request.sampling, request.prompt_ids, [])
-        sequence.logprobs += _logprobs(sequence, logits, [0], [token])
-        sequence.commit([token])
+        verdict, found = verify(sequence, EMPTY_TREE, logits[:1], argmax(logits[:1]))
+        sequence.logprobs += found
+        sequence.commit(verdict.tokens)
         if sequence.ending is None:
-            sequence.drafter.observe([sequence.state], [[token]], [logits[1:]])
-
-    def _forward_chain(self, embeds: torch.Tensor, start: int, slot: int) -> torch.Tensor:
-        """[n, H] -> hidden [n, H] of rows at positions start.., a chain."""
-        rows, device = len(embeds), embeds.device
-        positions = torch.arange(start, start + rows, device=device)[None]
-        visible = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
-        lengths = torch.tensor([start], device=device)
-        return self.model.forward_block(self._table.cache, slot, lengths, embeds[None], positions, visible)[0]
+            sequence.drafter.observe([sequence.state], [verdict.tokens], [logits[1:]])
 
     # ---- decode
 
@@ -424,69 +412,23 @@ class Engine:
         if not running:
             return
         drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
-        rows = max(draft.shape.rows for draft in drafts)
-        self._make_columns(max(sequence.length for sequence in running) + rows)
+        self._make_columns(
+            max(sequence.length + draft.shape.rows for sequence, draft in zip(running, drafts, strict=True))
+        )
         drafts = drafts[: len(running)]
         if not drafts:
             return
         try:
-            hidden = self._forward(drafts)
-            logits, counts = self._logits(drafts, hidden)
-            verdicts, logprobs = self._verify(drafts, logits, counts)
-            self._commit(drafts, verdicts, logprobs)
-            self._watch(drafts, verdicts, logits, counts)
-            self._observe(drafts, verdicts, hidden, logits.split(counts))
+            step = Step(self.model, self._table.cache, running, drafts)
+            verdicts, found = step.verify()
+            self._commit(drafts, verdicts, found)
+            self._learn(step, verdicts)
         finally:
             seconds = time.perf_counter() - began
             for sequence in running:
                 sequence.stats.engine_s += seconds / len(running)
         self._lane.drafter.spent(seconds, sum(len(verdict.tokens) for verdict in verdicts))
         self._release()
-
-    def _forward(self, drafts: Sequence[Draft]) -> torch.Tensor:
-        """Hidden states [B, N, H] of every sequence's block. Rows that pad a narrower block see only themselves."""
-        device, running = self.model.device, self._table.running
-        shapes = [draft.shape for draft in drafts]
-        batch, rows = len(drafts), max(shape.rows for shape in shapes)
-        ids = torch.zeros(batch, max(shape.token_rows for shape in shapes), dtype=torch.long)
-        offsets = torch.zeros(batch, rows, dtype=torch.long)
-        visible = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
-        for b, (draft, shape) in enumerate(zip(drafts, shapes, strict=True)):
-            ids[b, : shape.token_rows] = torch.tensor([running[b].output[-1], *draft.tree.tokens])
-            offsets[b, : shape.rows] = shape.offsets
-            visible[b, : shape.rows, : shape.rows] = shape.visible
-        token_embeds = self.model.embed(ids.to(device))
-        embeds = token_embeds.new_zeros(batch, rows, token_embeds.shape[-1])
-        for b, (draft, shape) in enumerate(zip(drafts, shapes, strict=True)):
-            embeds[b, : shape.token_rows] = token_embeds[b, : shape.token_rows]
-            if shape.masks:
-                masks = running[b].drafter.mask_embeds(running[b].state)[: shape.masks]
-                embeds[b, shape.token_rows : shape.rows] = masks.to(embeds.dtype).repeat(len(draft.owners), 1)
-        lengths = torch.tensor([sequence.length for sequence in running], device=device)
-        positions = lengths[:, None] + offsets.to(device)
-        return self.model.forward_block(self._table.cache, 0, lengths, embeds, positions, visible.to(device))
-
-    def _logits(self, drafts: Sequence[Draft], hidden: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Logits [R, V] of all sequences' roots and nodes, of a small block's probes too; and how many are whose."""
-        small = hidden.shape[0] * hidden.shape[1] <= ONE_PASS_ROWS
-        counts = [draft.shape.rows if small else draft.shape.token_rows for draft in drafts]
-        rows = torch.cat([hidden[b, :count] for b, count in enumerate(counts)])
-        return self.model.logits(rows), counts
-
-    def _verify(
-        self, drafts: Sequence[Draft], logits: torch.Tensor, counts: Sequence[int]
-    ) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
-        """Each sequence's accept walk."""
-        best, choices = logits.max(-1)
-        greedy = torch.where(torch.isfinite(best), choices, -1).tolist()  # one wait for the device
-        verdicts, logprobs, first = [], [], 0
-        for sequence, draft, count in zip(self._table.running, drafts, counts, strict=True):
-            rows = logits[first : first + count]
-            verdict = accept_walk(draft.tree, _chooser(sequence, rows, greedy[first : first + count]))
-            logprobs.append(_logprobs(sequence, rows, verdict.path, verdict.tokens))
-            verdicts.append(verdict)
-            first += count
-        return verdicts, logprobs
 
     def _commit(
         self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logprobs: Sequence[Sequence[TokenLogprobs]]
@@ -512,56 +454,16 @@ class Engine:
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
 
-    def _watch(
-        self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logits: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        """Show a drafter that asks for it what the model answers behind root and nodes, of the sequences that go on."""
+    def _learn(self, step: Step, verdicts: Sequence[Verdict]) -> None:
+        """Show the drafter what became of its drafts, of the sequences that go on."""
         drafter, running = self._lane.drafter, self._table.running
-        going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
-        if drafter.watch is None or not going:
-            return
-        best, logprobs = _answers(logits, drafter.watch)
-        firsts = [0, *itertools.accumulate(counts)]
-        seen = []
-        for slot in going:
-            tree, verdict = drafts[slot].tree, verdicts[slot]
-            tokens = (running[slot].output[-len(verdict.tokens) - 1], *tree.tokens)
-            rows = slice(firsts[slot], firsts[slot] + len(tokens))
-            seen.append(Seen(tokens, verdict.path, best[rows], None if logprobs is None else logprobs[rows]))
-        drafter.saw([running[slot].state for slot in going], seen)
-
-    def _observe(
-        self,
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        hidden: torch.Tensor,
-        logits: Sequence[torch.Tensor],
-    ) -> None:
-        """Hand the logits of each deepest accepted row's probes to the drafter, of the sequences that go on."""
-        running = self._table.running
         going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
         if not going:
             return
-        probes = [drafts[slot].shape.probe_rows(verdicts[slot].path[-1]) for slot in going]
-        if all(rows.stop <= len(logits[slot]) for slot, rows in zip(going, probes, strict=True)):
-            found = [logits[slot][rows.start : rows.stop] for slot, rows in zip(going, probes, strict=True)]
-        else:
-            rows = torch.cat([hidden[slot, rows.start : rows.stop] for slot, rows in zip(going, probes, strict=True)])
-            found = list(self.model.logits(rows).split([len(rows) for rows in probes]))
         states = [running[slot].state for slot in going]
-        self._lane.drafter.observe(states, [verdicts[slot].tokens for slot in going], found)
-
-
-def _answers(logits: torch.Tensor, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of logits [R, V] the K best tokens of each row, best first, and their log-probabilities where they are asked for:
-    [R, K] both. Nothing else leaves the device."""
-    values, best = top_k(logits, min(watch.best, logits.shape[-1]))
-    tokens = best.cpu().numpy()
-    if watch.probs == "none":
-        return tokens, None
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    among = logits if watch.probs == "whole" else values
-    return tokens, (values.to(exact) - among.to(exact).logsumexp(-1, keepdim=True)).cpu().numpy()
+        if drafter.watch is not None:
+            drafter.saw(states, step.seen(going, verdicts, drafter.watch))
+        drafter.observe(states, [verdicts[slot].tokens for slot in going], step.probed(going, verdicts))
 
 
 def _out_of_memory(error: BaseException) -> str | None:
@@ -569,31 +471,3 @@ def _out_of_memory(error: BaseException) -> str | None:
     line = str(error).partition("\n")[0]
     out = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line
     return line if out else None
-
-
-def _logprobs(
-    sequence: ActiveSequence, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Of `tokens`, where the request asks for them; row rows[i] of logits [n, V] chose tokens[i]."""
-    wanted = sequence.request.sampling.logprobs
-    if wanted is None:
-        return []
-    return [token_logprobs(logits[row], token, wanted) for row, token in zip(rows, tokens, strict=True)]
-
-
-def _chooser(
-    sequence: ActiveSequence, logits: torch.Tensor, greedy: Sequence[int]
-) -> Callable[[int, Sequence[int]], int]:
-    """The model's own token after a row: argmax (`greedy`, -1 where there is none), or the draw of that output
-    position. logits [rows, V]."""
-    request = sequence.request
-
-    def argmax(row: int, accepted: Sequence[int]) -> int:
-        if greedy[row] < 0:
-            raise NoTokenError(why_no_token(logits[row]))
-        return greedy[row]
-
-    def draw(row: int, accepted: Sequence[int]) -> int:
-        return select_token(logits[row], request.sampling, request.prompt_ids, [*sequence.output, *accepted])
-
-    return argmax if request.sampling.temperature == 0 and not request.sampling.edits_logits else draw

@@ -1,6 +1,6 @@
 """A stock Hugging Face causal LM behind the few calls that the decoder needs. The only file that knows HF's details.
 
-B sequences, N rows, R rows of any sequences, H hidden size, V vocabulary, T cache columns.
+R rows of any sequences, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from esp_worker.attention import ATTENTION_NAME, BlockMask, tree_attention
+from esp_worker.attention import ATTENTION_NAME, tree_attention
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.checkpoint import ModelError, progress_bars_on_terminals_only
 
@@ -244,27 +245,14 @@ class CausalModel:
         mean = total / self.vocab_size
         return mean, (square / self.vocab_size - mean.square()).clamp(min=0).sqrt()
 
-    def forward_block(
-        self,
-        cache: SlotCache,
-        first_slot: int,
-        lengths: torch.Tensor,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden states [B, N, H] of a block of rows, whose KV is written behind each slot's context.
-
-        lengths [B] context columns of slots first_slot..; embeds [B, N, H]; positions [B, N]; visible [B, N, N] bool,
-        who sees whom within the block (a prompt's chain and a decode step's tree are the same call).
-        """
-        rows = embeds.shape[1]
-        columns = int(lengths.max()) + rows
-        cache.begin(first_slot, lengths, rows, columns)
-        block = BlockMask(lengths, positions, visible, columns, self.dtype)
+    def forward_block(self, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> hidden states [R, H] of the block's rows, whose KV is written behind their slots' contexts."""
+        cache.begin(block)
         seen = _FiniteCache(cache) if self.dtype is torch.float16 else cache
-        out = self._backbone(inputs_embeds=embeds, position_ids=positions, cache=seen, use_cache=True, block=block)
-        return out.last_hidden_state
+        out = self._backbone(
+            inputs_embeds=embeds[None], position_ids=block.positions, cache=seen, use_cache=True, block=block
+        )
+        return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> [R, V], with all that the model does after its lm_head."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from esp_worker.block import Block
 from esp_worker.cache import rounded
 from esp_worker.checkpoint import cache_folder
 from esp_worker.model import CausalModel
@@ -66,20 +67,13 @@ def prime(model: CausalModel, known: Successors = NOBODYS, seconds: float = SECO
     cache = model.new_cache(1)
     cache.resize(1, rounded(1 + SIBLINGS))
     device, began = model.device, time.perf_counter()
-    beginning = torch.tensor([[_beginning(model)]], device=device)
-    nowhere, at_start = (
-        torch.zeros(1, dtype=torch.long, device=device),
-        torch.zeros(1, 1, dtype=torch.long, device=device),
-    )
-    alone = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-    model.forward_block(cache, 0, nowhere, model.embed(beginning), at_start, alone)
+    beginning = torch.tensor([_beginning(model)], device=device)
+    model.forward_block(cache, Block.chain(0, 0, 1, device), model.embed(beginning))
     tokens, logprobs = [known.tokens], [known.logprobs]
     for first in range(len(known.tokens), model.vocab_size, SIBLINGS):
-        ids = torch.arange(first, min(first + SIBLINGS, model.vocab_size), device=device)[None]
-        behind = torch.ones_like(ids)
-        themselves = torch.eye(ids.shape[1], dtype=torch.bool, device=device)[None]
-        hidden = model.forward_block(cache, 0, nowhere + 1, model.embed(ids), behind, themselves)
-        values, best = top_k(model.logits(hidden[0]).float(), min(BEST, model.vocab_size))
+        ids = torch.arange(first, min(first + SIBLINGS, model.vocab_size), device=device)
+        hidden = model.forward_block(cache, Block.siblings(0, 1, len(ids), device), model.embed(ids))
+        values, best = top_k(model.logits(hidden).float(), min(BEST, model.vocab_size))
         tokens.append(best.cpu().numpy())
         logprobs.append(values.log_softmax(-1).cpu().numpy())
         if time.perf_counter() - began > seconds:

@@ -99,7 +99,7 @@ def _running_engine(model: CausalModel, rows: int, slots: int, context: int, new
 
 
 class _Watch:
-    """Seconds by part, and the rows of the latest block."""
+    """Seconds by part, and all rows of the latest pass."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -153,7 +153,7 @@ def _profile_step(timing: StepTiming, watch: _Watch) -> None:
         timing.parts[name].append(seconds[name])
     timing.parts["engine"].append(total - seconds["backbone"] - seconds["lm_head"])
     timing.parts["other"].append(seconds["backbone"] - seconds["linears"] - seconds["attention"])
-    timing.rows = watch.rows
+    timing.rows = watch.rows // len(timing.engine.running)
 
 
 def step_results(

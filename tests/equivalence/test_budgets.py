@@ -12,11 +12,14 @@ from tiny import mixed_requests, tiny_model
 
 from esp_worker import reference
 from esp_worker.budget import PLAIN, AutoBudget, Share
+from esp_worker.cache import SlotCache
 from esp_worker.drafters.base import Prompt, Room, Turn
 from esp_worker.drafters.budgeted import BudgetedDrafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
+from esp_worker.model import CausalModel
+from esp_worker.step import Step
 from esp_worker.tree import Candidates, Draft, TokenTree
 from esp_worker.types import SamplingParams
 
@@ -117,15 +120,12 @@ def test_off_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Off(0)
     engine = engine_with("llama", budget, masks=2)
     widths: list[int] = []
-    forward = engine._forward
 
-    def watched(drafts: Sequence[Draft]) -> Any:
-        hidden = forward(drafts)
-        widths.append(hidden.shape[1])
-        assert all(draft.shape.rows == 1 for draft in drafts)
-        return hidden
+    def watched(model: CausalModel, cache: SlotCache, sequences: Any, drafts: Sequence[Draft]) -> Step:
+        widths.extend(draft.shape.rows for draft in drafts)
+        return Step(model, cache, sequences, drafts)
 
-    monkeypatch.setattr(engine, "_forward", watched)
+    monkeypatch.setattr("esp_worker.engine.Step", watched)
     for completion in assert_as_reference(engine, "llama"):
         stats = completion.stats
         assert stats.rows_computed == stats.decode_calls == stats.plain_steps

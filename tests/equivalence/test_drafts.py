@@ -111,7 +111,7 @@ def test_small_blocks_pass_lm_head_once(limit: int, most: list[int], monkeypatch
         return logits(self, hidden)
 
     monkeypatch.setattr(CausalModel, "logits", counted)
-    monkeypatch.setattr("esp_worker.engine.ONE_PASS_ROWS", limit)
+    monkeypatch.setattr("esp_worker.step.ONE_PASS_ROWS", limit)
     engine = Engine(model, [ProbeDrafter(model.embed, masks=1, block_complexity=20)], slots=1)
     engine.submit(mixed_requests()[0])
     engine.step()  # prefill, and the first block

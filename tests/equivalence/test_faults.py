@@ -13,7 +13,8 @@ import torch
 from tiny import prompt, request
 
 from equivalence.test_tokens import esp, expected
-from esp_worker import engine as engine_module
+from esp_worker import step as step_module
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
@@ -32,8 +33,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "copy": (SlotCache, "copy"),
     "resize": (SlotCache, "resize"),
     "compact": (SlotCache, "compact"),
-    "select": (engine_module, "select_token"),
-    "logprobs": (engine_module, "token_logprobs"),
+    "select": (step_module, "select_token"),
+    "logprobs": (step_module, "token_logprobs"),
 }
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -134,10 +135,10 @@ def test_every_point_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_never_fits_fails_alone_and_the_slots_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = CausalModel.forward_block
 
-    def fragile(self: CausalModel, cache: SlotCache, slot: int, lengths: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if int(lengths.max()) + rest[0].shape[1] > 60:
+    def fragile(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        if block.columns > 60:
             raise ERRORS[0]
-        return forward(self, cache, slot, lengths, *rest)
+        return forward(self, cache, block, embeds)
 
     small = [request(f"s{i}", 4 + i, max_new_tokens=12) for i in range(12)]
     want = [expected("llama", item).token_ids for item in small]

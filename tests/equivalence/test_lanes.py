@@ -12,6 +12,7 @@ import torch
 from tiny import VOCAB, mixed_requests, request
 
 from equivalence.test_tokens import assert_equal, esp, expected
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.engine import Engine, RequestError
 from esp_worker.model import CausalModel
@@ -112,12 +113,10 @@ def test_only_the_request_that_fails_alone_gets_the_error(monkeypatch: pytest.Mo
     forward = CausalModel.forward_block
     breaking_length = 83  # a context that only the bad row reaches
 
-    def fragile(
-        self: CausalModel, cache: SlotCache, first_slot: int, lengths: torch.Tensor, *rest: torch.Tensor
-    ) -> torch.Tensor:
-        if (lengths >= breaking_length).any():
+    def fragile(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        if max(block.lengths) >= breaking_length:
             raise RuntimeError("injected failure")
-        return forward(self, cache, first_slot, lengths, *rest)
+        return forward(self, cache, block, embeds)
 
     monkeypatch.setattr(CausalModel, "forward_block", fragile)
     requests = mixed_requests()
@@ -135,17 +134,10 @@ def test_a_row_that_ended_in_the_step_that_failed_is_not_lost(monkeypatch: pytes
     """One token ends the first row while the second one's prefill fails in the same step."""
     forward = CausalModel.forward_block
 
-    def fragile(
-        self: CausalModel,
-        cache: SlotCache,
-        first_slot: int,
-        lengths: torch.Tensor,
-        embeds: torch.Tensor,
-        *rest: torch.Tensor,
-    ) -> torch.Tensor:
-        if embeds.shape[1] >= 50:
+    def fragile(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        if block.width >= 50:
             raise RuntimeError("injected failure")
-        return forward(self, cache, first_slot, lengths, embeds, *rest)
+        return forward(self, cache, block, embeds)
 
     monkeypatch.setattr(CausalModel, "forward_block", fragile)
     with EngineService(esp("llama", 4)) as service:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import CONTEXT, FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.model import CausalModel
 from esp_worker.tree import Draft, TokenTree, block_shape
@@ -21,25 +22,24 @@ def assert_close(family: str, got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=ATOL.get(family, 1e-6))
 
 
-def prefilled(model: CausalModel, lengths: list[int]) -> tuple[SlotCache, torch.Tensor]:
+def prefilled(model: CausalModel, lengths: list[int]) -> SlotCache:
     cache = model.new_cache(len(lengths))
     for slot, length in enumerate(lengths):
-        ids = torch.tensor([prompt(length)])
-        chain = torch.ones(1, length, length, dtype=torch.bool).tril()
-        model.forward_block(cache, slot, torch.tensor([0]), model.embed(ids), torch.arange(length)[None], chain)
-    return cache, torch.tensor(lengths)
+        model.forward_block(
+            cache, Block.chain(slot, 0, length, model.device), model.embed(torch.tensor(prompt(length)))
+        )
+    return cache
 
 
 def block_logits(model: CausalModel, lengths: list[int], draft: Draft = DRAFT) -> torch.Tensor:
     """[B, N, V] of a block behind prompts of these lengths."""
-    cache, context = prefilled(model, lengths)
-    shape = draft.shape
+    cache, shape, many = prefilled(model, lengths), draft.shape, len(lengths)
     ids = torch.tensor([ROOT, *draft.tree.tokens])
     masks = model.embed(torch.arange(2))  # any two embeddings
-    embeds = torch.cat([model.embed(ids), masks.repeat(len(draft.owners), 1)]).expand(len(lengths), -1, -1)
-    positions = context[:, None] + shape.offsets
-    hidden = model.forward_block(cache, 0, context, embeds, positions, shape.visible.expand(len(lengths), -1, -1))
-    return model.logits(hidden)
+    embeds = torch.cat([model.embed(ids), masks.repeat(len(draft.owners), 1)])
+    block = Block(0, lengths, [shape.offsets] * many, [shape.visible] * many, model.device)
+    hidden = model.forward_block(cache, block, embeds.repeat(many, 1))
+    return model.logits(hidden).unflatten(0, (many, shape.rows))
 
 
 def path_to(row: int) -> list[int]:

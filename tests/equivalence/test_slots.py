@@ -13,6 +13,7 @@ import torch
 from tiny import mixed_requests, prompt, request, tiny_model
 
 from equivalence.test_tokens import assert_equal, esp, expected
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.engine import Engine, RequestError
 from esp_worker.model import CausalModel
@@ -59,9 +60,9 @@ def test_a_long_prompt_does_not_stop_those_that_decode(monkeypatch: pytest.Monke
     passes: list[tuple[int, int]] = []  # (sequences, rows)
     forward = CausalModel.forward_block
 
-    def watched(self: CausalModel, cache: SlotCache, first_slot: int, lengths: torch.Tensor, *rest: torch.Tensor):
-        passes.append((len(lengths), rest[0].shape[1] if first_slot else 0))
-        return forward(self, cache, first_slot, lengths, *rest)
+    def watched(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        passes.append((len(block.counts), block.rows if block.slots.start else 0))
+        return forward(self, cache, block, embeds)
 
     engine = esp("llama", 3, prefill_tokens=8, masks=1, block_complexity=20)
     short = [request("a", 5, max_new_tokens=40), request("bb", 7, max_new_tokens=40)]

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from esp_worker.attention import BlockMask, tree_attention
+from esp_worker.attention import tree_attention
+from esp_worker.block import Block
 
 MODULE = torch.nn.Identity()
 
 
-def block(lengths: list[int], rows: int, columns: int) -> BlockMask:
-    contexts = torch.tensor(lengths)
-    positions = contexts[:, None] + torch.arange(rows)
-    visible = torch.ones(len(lengths), rows, rows, dtype=torch.bool).tril()
-    return BlockMask(contexts, positions, visible, columns, torch.float64)
+def chains(lengths: list[int], rows: int | list[int]) -> Block:
+    """A chain behind each context."""
+    counts = [rows] * len(lengths) if isinstance(rows, int) else rows
+    offsets = [torch.arange(count) for count in counts]
+    visible = [torch.ones(count, count, dtype=torch.bool).tril() for count in counts]
+    return Block(0, lengths, offsets, visible, torch.device("cpu"))
+
+
+def additive(block: Block, window: int | None = None) -> torch.Tensor | None:
+    return block.additive(window, 1, torch.float64)
+
+
+def packed(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """[B, H, N, D] -> [1, H, R, D]: the first counts[b] rows of each."""
+    return torch.cat([each[:, :count] for each, count in zip(x, counts, strict=True)], dim=1)[None]
 
 
 def test_a_lone_row_behind_equal_contexts_needs_no_mask() -> None:
-    assert block([4, 4], 1, 5).additive(None, 1) is None
-    assert block([4, 4], 1, 5).additive(5, 1) is None
-    assert block([4, 4], 1, 5).additive(4, 1) is not None  # the window hides column 0
-    assert block([4, 3], 1, 5).additive(None, 1) is not None
+    assert additive(chains([4, 4], 1)) is None
+    assert additive(chains([4, 4], 1), 5) is None
+    assert additive(chains([4, 4], 1), 4) is not None  # the window hides column 0
+    assert additive(chains([4, 3], 1)) is not None
 
 
 def test_window_counts_positions() -> None:
-    mask = block([4], 2, 6).additive(3, 1)
+    mask = additive(chains([4], 2), 3)
     assert mask is not None
     assert (mask[0, 0] == 0).tolist() == [
         [False, False, True, True, True, False],  # position 4 sees 2, 3, 4
@@ -33,35 +46,52 @@ def test_window_counts_positions() -> None:
     ]
 
 
-def test_folded_heads_equal_repeated_heads() -> None:
-    generator = torch.Generator().manual_seed(0)
-    batch, heads, groups, rows, columns, size = 2, 6, 2, 3, 8, 4
-    query = torch.randn(batch, heads, rows, size, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(batch, groups, columns, size, generator=generator, dtype=torch.float64) for _ in "kv")
-    mask = block([5, 2], rows, columns)
-    got, _ = tree_attention(MODULE, query, key, value, None, block=mask, scaling=0.5)
-    additive = mask.additive(None, 1)
-    assert additive is not None
-    scores = query @ key.repeat_interleave(3, 1).transpose(2, 3) * 0.5 + additive
-    want = (scores.softmax(-1) @ value.repeat_interleave(3, 1)).transpose(1, 2)
-    torch.testing.assert_close(got, want)
+COUNTS = pytest.mark.parametrize("counts", [[3, 3], [3, 1], [1, 3]], ids=str)
+LENGTHS, HEADS, GROUPS, SIZE = [5, 2], 6, 2, 4
 
 
+def draw_states() -> list[torch.Tensor]:
+    """Query [B, H, N, D], key and value [B, G, T, D]."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, HEADS, 3, SIZE), (2, GROUPS, 8, SIZE), (2, GROUPS, 8, SIZE)]
+    return [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def plain_attention(
+    states: list[torch.Tensor], counts: list[int], bend: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Row by row, over what a chain behind each context sees; `bend` is done to the scores: [1, R, H, D]."""
+    query, key, value = states
+    out = []
+    for slot, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+        for row in range(count):
+            seen = slice(0, length + row + 1)
+            keys, values = (x[slot, :, seen].repeat_interleave(HEADS // GROUPS, 0) for x in (key, value))
+            scores = bend((keys @ query[slot, :, row, :, None])[..., 0] * 0.5)  # which is also 4**-0.5
+            out.append((scores.softmax(-1)[:, None] @ values)[:, 0])
+    return torch.stack(out)[None]
+
+
+@COUNTS
+def test_packed_rows_and_folded_heads_equal_one_row_at_a_time(counts: list[int]) -> None:
+    states = draw_states()
+    query = packed(states[0], counts)
+    block = chains(LENGTHS, counts)
+    got, _ = tree_attention(MODULE, query, *(x[:, :, : block.columns] for x in states[1:]), None, block=block)
+    torch.testing.assert_close(got, plain_attention(states, counts, lambda scores: scores))
+
+
+@COUNTS
 @pytest.mark.parametrize("scaling", [0.5, None])
-def test_scores_are_capped_before_the_mask(scaling: float | None) -> None:
+def test_scores_are_capped_before_the_mask(scaling: float | None, counts: list[int]) -> None:
     """A cap of 0.3 flattens the scores; capped after the mask, a hidden column would come back with weight."""
-    generator = torch.Generator().manual_seed(0)
-    batch, heads, groups, rows, columns, size, cap = 2, 4, 2, 3, 8, 4, 0.3
-    query = torch.randn(batch, heads, rows, size, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(batch, groups, columns, size, generator=generator, dtype=torch.float64) for _ in "kv")
-    mask = block([5, 2], rows, columns)
-    got, _ = tree_attention(MODULE, query, key, value, None, block=mask, scaling=scaling, softcap=cap)
-    additive = mask.additive(None, 1)
-    assert additive is not None
-    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5  # which is also 4**-0.5
-    weights = (cap * torch.tanh(scores / cap) + additive).softmax(-1)
-    torch.testing.assert_close(got, (weights @ value.repeat_interleave(2, 1)).transpose(1, 2))
-    uncapped, _ = tree_attention(MODULE, query, key, value, None, block=mask, scaling=scaling)
+    states, cap = draw_states(), 0.3
+    query = packed(states[0], counts)
+    block = chains(LENGTHS, counts)
+    key, value = (x[:, :, : block.columns] for x in states[1:])
+    got, _ = tree_attention(MODULE, query, key, value, None, block=block, scaling=scaling, softcap=cap)
+    torch.testing.assert_close(got, plain_attention(states, counts, lambda scores: cap * torch.tanh(scores / cap)))
+    uncapped, _ = tree_attention(MODULE, query, key, value, None, block=block, scaling=scaling)
     assert not torch.allclose(got, uncapped, atol=1e-2)
 
 
@@ -69,14 +99,14 @@ def test_a_cap_without_a_mask() -> None:
     query = torch.tensor([[[[2.0]]]], dtype=torch.float64)
     key = torch.tensor([[[[1.0], [-1.0]]]], dtype=torch.float64)
     value = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
-    got, _ = tree_attention(MODULE, query, key, value, None, block=block([1], 1, 2), scaling=1.0, softcap=1.0)
+    got, _ = tree_attention(MODULE, query, key, value, None, block=chains([1], 1), scaling=1.0, softcap=1.0)
     assert got.item() == pytest.approx(torch.sigmoid(2 * torch.tanh(torch.tensor(2.0))).item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_capped_scores_keep_the_dtype(dtype: torch.dtype) -> None:
     states = torch.ones(1, 1, 1, 4, dtype=dtype)
-    got, _ = tree_attention(MODULE, states, states, states, None, block=block([0], 1, 1), softcap=5.0)
+    got, _ = tree_attention(MODULE, states, states, states, None, block=chains([0], 1), softcap=5.0)
     assert got.dtype is dtype
 
 
@@ -84,4 +114,4 @@ def test_capped_scores_keep_the_dtype(dtype: torch.dtype) -> None:
 def test_what_is_not_implemented_is_refused(name: str) -> None:
     states = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match=name):
-        tree_attention(MODULE, states, states, states, None, block=block([0], 1, 1), **{name: 30.0})
+        tree_attention(MODULE, states, states, states, None, block=chains([0], 1), **{name: 30.0})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 
 LAYERS, SLOTS, HEADS, SIZE = 2, 3, 2, 4
@@ -17,10 +20,13 @@ def cache() -> SlotCache:
     )
 
 
-def write(cache: SlotCache, first_slot: int, lengths: list[int], rows: torch.Tensor) -> list[torch.Tensor]:
-    """rows [B, N]: each row's number fills its key; its value is the negative. Returns what each layer sees."""
-    cache.begin(first_slot, torch.tensor(lengths), rows.shape[1], max(lengths) + rows.shape[1])
-    key = rows.double()[:, None, :, None].expand(-1, HEADS, -1, SIZE)
+def write(cache: SlotCache, first_slot: int, lengths: list[int], rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """rows: of each slot; a row's number fills its key, its value is the negative. Returns what each layer sees."""
+    counts = [len(each) for each in rows]
+    offsets, visible = [torch.arange(count) for count in counts], [torch.ones(n, n, dtype=torch.bool) for n in counts]
+    cache.begin(Block(first_slot, lengths, offsets, visible, torch.device("cpu")))
+    numbers = torch.tensor([number for each in rows for number in each], dtype=torch.float64)
+    key = numbers[None, None, :, None].expand(1, HEADS, -1, SIZE)
     seen = []
     for layer in range(LAYERS):
         keys, values = cache.update(key + 1000 * layer, -key, layer)
@@ -31,37 +37,43 @@ def write(cache: SlotCache, first_slot: int, lengths: list[int], rows: torch.Ten
 
 
 def test_rows_land_behind_each_slots_own_context(cache: SlotCache) -> None:
-    write(cache, 0, [0, 0], torch.tensor([[1, 2, 3], [11, 12, 13]]))
-    for seen in write(cache, 0, [3, 1], torch.tensor([[4, 5], [22, 23]])):
+    write(cache, 0, [0, 0], [[1, 2, 3], [11, 12, 13]])
+    for seen in write(cache, 0, [3, 1], [[4, 5], [22, 23]]):
         assert seen.tolist() == [[1, 2, 3, 4, 5], [11, 22, 23, 0, 0]]
 
 
+def test_a_slot_gets_as_many_rows_as_it_has(cache: SlotCache) -> None:
+    write(cache, 0, [0, 0], [[1, 2, 3], [11]])
+    for seen in write(cache, 0, [3, 1], [[4], [12, 13, 14]]):
+        assert seen.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+
+
 def test_a_later_slot_is_written_alone(cache: SlotCache) -> None:
-    write(cache, 0, [0], torch.tensor([[1, 2]]))
-    write(cache, 2, [0], torch.tensor([[7, 8]]))
-    (seen, _) = write(cache, 0, [2, 0, 2], torch.tensor([[3], [5], [9]]))
+    write(cache, 0, [0], [[1, 2]])
+    write(cache, 2, [0], [[7, 8]])
+    (seen, _) = write(cache, 0, [2, 0, 2], [[3], [5], [9]])
     assert seen.tolist() == [[1, 2, 3], [5, 0, 0], [7, 8, 9]]
 
 
 def test_compaction_reads_all_before_it_writes(cache: SlotCache) -> None:
-    write(cache, 0, [0, 0], torch.tensor([[1, 2, 3, 4], [11, 12, 13, 14]]))
+    write(cache, 0, [0, 0], [[1, 2, 3, 4], [11, 12, 13, 14]])
     cache.compact([0, 0, 1], [2, 3, 3], [1, 2, 1])  # 0: keep 1,3,4; 1: keep 11,14
-    (seen, _) = write(cache, 0, [3, 2], torch.tensor([[5], [15]]))
+    (seen, _) = write(cache, 0, [3, 2], [[5], [15]])
     assert seen.tolist() == [[1, 3, 4, 5], [11, 14, 15, 14]]
 
 
 def test_copy(cache: SlotCache) -> None:
-    write(cache, 0, [0, 0, 0], torch.tensor([[1, 2], [11, 12], [21, 22]]))
+    write(cache, 0, [0, 0, 0], [[1, 2], [11, 12], [21, 22]])
     cache.copy(2, 0, 2)
-    (seen, _) = write(cache, 0, [2, 2], torch.tensor([[23], [13]]))
+    (seen, _) = write(cache, 0, [2, 2], [[23], [13]])
     assert seen.tolist() == [[21, 22, 23], [11, 12, 13]]
 
 
 def test_growth_keeps_contents_and_is_finite(cache: SlotCache) -> None:
     assert cache.columns == 0
-    write(cache, 0, [0], torch.tensor([[1, 2]]))
+    write(cache, 0, [0], [[1, 2]])
     before = cache.columns
-    (seen, _) = write(cache, 0, [before], torch.tensor([[9]]))
+    (seen, _) = write(cache, 0, [before], [[9]])
     assert cache.columns == 2 * before
     assert seen[0, :2].tolist() == [1, 2]
     assert seen[0, -1] == 9

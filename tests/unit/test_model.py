@@ -27,6 +27,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from esp_worker.block import Block
 from esp_worker.checkpoint import ModelError
 from esp_worker.model import SUPPORTED, CausalModel, check_supported, load_model, read_config
 
@@ -135,12 +136,10 @@ def test_experts_give_the_same_in_float32_as_in_float64() -> None:
 @torch.inference_mode()
 def logits(model: CausalModel, siblings: list[int]) -> torch.Tensor:
     """[N, V] of sibling rows behind a prompt of nine tokens."""
-    cache, context = model.new_cache(1), torch.arange(3, 12)[None]
-    chain = torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    model.forward_block(cache, 0, torch.tensor([0]), model.embed(context), torch.arange(9)[None], chain)
-    rows = model.embed(torch.tensor([siblings]))
-    positions, visible = torch.full((1, len(siblings)), 9), torch.eye(len(siblings), dtype=torch.bool)[None]
-    return model.logits(model.forward_block(cache, 0, torch.tensor([9]), rows, positions, visible)[0])
+    cache, here = model.new_cache(1), model.device
+    model.forward_block(cache, Block.chain(0, 0, 9, here), model.embed(torch.arange(3, 12)))
+    rows = model.embed(torch.tensor(siblings))
+    return model.logits(model.forward_block(cache, Block.siblings(0, 9, len(siblings), here), rows))
 
 
 LOUD = 13
