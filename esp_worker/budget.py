@@ -1,7 +1,7 @@
 """How many rows a decode step is worth: acceptance estimates, and the choice that makes most tokens a second of them.
 
-B sequences in a step, k masks; a sequence with n draft nodes and m probe owners takes 1 + n + k m rows, and the step is
-as wide as its widest sequence (narrower blocks are padded: rows up to there cost nothing more). P(node): the estimate
+B sequences in a step, k masks; a sequence with n draft nodes and m probe owners takes 1 + n + k m rows, W at most. A
+step costs what all sequences' rows do together. P(node): the estimate
 that the model's path goes through a node; P(ends): that a row is the deepest accepted one, whose probes give the next
 tree.
 
@@ -23,6 +23,7 @@ from esp_worker.tree import Candidates, TokenTree
 
 logger = logging.getLogger(__name__)
 
+_PRICES = 16  # of a row, that are tried
 _RANKS, _BINS = 8, 14  # ranks 0, 1, 2-3, 4-7, ..; probabilities above 1/2, 1/4, ..
 
 
@@ -193,7 +194,7 @@ class AutoBudget:
         if not self.drafting and self._steps < self._wait and not any(map(len, trees)):
             batch = len(trees)
             plain = float(self._cost.seconds(batch, self._widths[:1], context)[0]) * self._pace
-            self._chosen = _Chosen(batch, 1, plain, plain)
+            self._chosen = _Chosen(batch, batch, plain, plain)
             self._bar_left(batch)
             return [PLAIN] * batch
         worths = [worth(tree, self.max_rows) for tree in trees] if self.drafting or any(map(len, trees)) else []
@@ -209,8 +210,8 @@ class AutoBudget:
         else:
             probe_s = float(seconds[self._masks]) - plain
             shares = [Share(0, 1) if self._may_explore(probe_s) else PLAIN] * batch
-        rows = max(1 + share.nodes + self._masks * share.owners for share in shares)
-        self._chosen = _Chosen(batch, rows, plain, float(seconds[rows - 1]))
+        rows = sum(1 + share.nodes + self._masks * share.owners for share in shares)
+        self._chosen = _Chosen(batch, rows, plain, float(np.interp(rows / batch, self._widths, seconds)))
         return shares
 
     def spent(self, seconds: float, tokens: int) -> None:
@@ -220,7 +221,7 @@ class AutoBudget:
         self._steps += 1
         seconds = min(max(seconds, chosen.seconds / 2), 2 * chosen.seconds)  # one slow moment must not decide
         error = (seconds / chosen.seconds) ** self._RATE
-        if chosen.rows == 1:
+        if chosen.rows == chosen.batch:
             self._plain_steps += 1
             self._pace *= error
         elif self.drafting and self._steps <= self._SETTLING:
@@ -228,7 +229,7 @@ class AutoBudget:
         elif self.drafting:
             self._pace *= error
         if not self.drafting:
-            if chosen.rows > 1:
+            if chosen.rows > chosen.batch:
                 self.lost = max(self.lost + seconds - chosen.plain, 0.0)
             return
         self._loss = max(self._loss + seconds - tokens * chosen.plain / chosen.batch, 0.0)
@@ -308,7 +309,7 @@ class AutoBudget:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The step that was chosen last: its size, and seconds predicted for it and for a plain one."""
+    """The step that was chosen last: its size (rows of all sequences), and seconds predicted for it and a plain one."""
 
     batch: int
     rows: int
@@ -319,13 +320,26 @@ class _Chosen:
 def best_shares(
     worths: Sequence[Worth], seconds: np.ndarray, owners: np.ndarray, fits: np.ndarray, rate: float, saved: float
 ) -> list[Share]:
-    """Of all widths and all ways to fill them, the best by sum(tokens + saved * ends) - rate * seconds.
+    """A share for each sequence, the best that is found by sum(tokens + saved * ends) - rate * seconds.
 
-    seconds: [W] of steps 1.. rows wide; owners: [W, n] probe owners that n nodes leave room for; fits: [W, n]; rate:
-    tokens that a second is worth; saved: tokens that having a tree in the next step is worth. Equal ones: fewer rows.
+    seconds: [W] of steps of 1.. rows a sequence; owners: [W, n] probe owners that n nodes leave room for; fits: [W, n];
+    rate: tokens that a second is worth; saved: tokens that having a tree in the next step is worth.
+
+    Each sequence takes what pays at one price of a row, for prices between what the flattest and the steepest part of
+    `seconds` makes of it; or all take one width. The best for one sequence, and where seconds are linear; else close
+    to it, as sequences with the same price could only trade rows.
     """
-    nodes = np.arange(owners.shape[1])
-    values = np.stack([np.where(fits, each.tokens + saved * each.ends[nodes, owners], -np.inf) for each in worths])
-    width = int(np.argmax(values.max(2).sum(0) - rate * seconds))
-    best = values[:, width].argmax(1)
-    return [Share(int(n), int(owners[width, n])) for n in best]
+    count, batch = np.arange(owners.shape[1]), len(worths)
+    all_values = np.stack([np.where(fits, each.tokens + saved * each.ends[count, owners], -np.inf) for each in worths])
+    nodes, values = all_values.argmax(2), all_values.max(2)  # [B, W]
+    widths = np.arange(1, len(seconds) + 1)
+    slopes = np.maximum(np.diff(seconds), 1e-12) if len(seconds) > 1 else np.ones(1)
+    prices = rate / batch * np.geomspace(slopes.min(), slopes.max(), _PRICES)
+    priced = (values - prices[:, None, None] * widths).argmax(2)  # [P, B] index of a width
+    grows = np.diff(values, axis=1, prepend=-np.inf) > 1e-12
+    alike = np.maximum.accumulate(np.where(grows, widths - 1, 0), axis=1).T  # [W, B]: no row more than is of use
+    choices = np.concatenate([alike, priced])
+    gained = values[np.arange(batch), choices].sum(1)
+    cost = np.interp(widths[choices].mean(1), widths, seconds)
+    chosen = choices[int(np.argmax(gained - rate * cost))]
+    return [Share(int(nodes[b, width]), int(owners[width, nodes[b, width]])) for b, width in enumerate(chosen.tolist())]

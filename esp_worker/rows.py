@@ -1,7 +1,7 @@
 """How many rows a step is worth, for trees whose probabilities are estimates already (drafters/hybrid.py).
 
-B sequences in a step, W rows of each (the step is as wide as its widest sequence). As in budget.py, choices change what
-a step costs, never its tokens, and there is no clock here: times come in.
+B sequences in a step, at most W rows of each; a step costs what all rows do together. As in budget.py, choices change
+what a step costs, never its tokens, and there is no clock here: times come in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_TREE = 2.0  # no P reaches it
 
 
 class Rows(Protocol):
-    """Chooses the width of each step."""
+    """Chooses the rows of each step."""
 
     most: int  # rows of a sequence
 
@@ -27,7 +27,7 @@ class Rows(Protocol):
         context: tokens of the longest sequence's."""
         ...
 
-    def choose(self, trees: Sequence[TokenTree]) -> int:
+    def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
         ...
 
@@ -45,15 +45,16 @@ class FixedRows:
     def least(self, batch: int, context: int) -> float:
         return 1e-4
 
-    def choose(self, trees: Sequence[TokenTree]) -> int:
-        return self.most
+    def choose(self, trees: Sequence[TokenTree]) -> list[int]:
+        return [self.most] * len(trees)
 
     def spent(self, seconds: float, tokens: int) -> None:
         return None
 
 
 class BestRows:
-    """The width of most expected tokens a second: one row, plain decoding's, where no draft pays.
+    """The rows of most expected tokens a second, each where it is worth most: one a sequence, plain decoding's, where
+    no draft pays.
 
     The table's times are corrected by what plain and wider steps really take; while steps are wide, every
     PLAIN_EVERY-th is plain, so that the comparison stays fresh. Where steps have been plain for a time, trees are
@@ -70,8 +71,8 @@ class BestRows:
         self._off = {False: 1.0, True: 1.0}  # measured seconds in the table's, of plain and of wide steps
         self._steps = 0
         self._plain_for = 0  # steps since the last wide one
-        self._seconds = self._widths * 1.0  # the table's, of each width in the next step
-        self._rows = 1  # chosen
+        self._seconds = self._widths * 1.0  # the table's, of each width of all sequences in the next step
+        self._chosen = 1.0  # rows a sequence
 
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
@@ -79,31 +80,37 @@ class BestRows:
             self._seconds = self._cost.seconds(batch, self._widths[:1], context)
             return NO_TREE
         self._seconds = self._cost.seconds(batch, self._widths, context)
-        seconds = self._corrected()
+        seconds = self._corrected(self._widths)
         per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
         return min(max(float(per_row.min()) / float(seconds[0]), 1e-3), 1.0)
 
-    def choose(self, trees: Sequence[TokenTree]) -> int:
-        best = self._best(trees) if any(map(len, trees)) and self._steps % self.PLAIN_EVERY else 0
-        self._plain_for = 0 if best else self._plain_for + 1
-        self._rows = best + 1
-        return self._rows
+    def choose(self, trees: Sequence[TokenTree]) -> list[int]:
+        worth_it = any(map(len, trees)) and self._steps % self.PLAIN_EVERY
+        nodes = self._best(trees) if worth_it else [0] * len(trees)
+        self._plain_for = 0 if any(nodes) else self._plain_for + 1
+        self._chosen = 1 + sum(nodes) / len(nodes)
+        return [1 + count for count in nodes]
 
     def spent(self, seconds: float, tokens: int) -> None:
-        ratio = min(max(seconds / float(self._seconds[self._rows - 1]), 0.25), 4.0)
-        wide = self._rows > 1
+        expected = np.interp(self._chosen, self._widths[: len(self._seconds)], self._seconds)
+        ratio = min(max(seconds / float(expected), 0.25), 4.0)
+        wide = self._chosen > 1
         self._off[wide] += self._RATE * (ratio - self._off[wide])
 
-    def _best(self, trees: Sequence[TokenTree]) -> int:
-        """Nodes of each sequence, with which the step makes most tokens a second."""
-        gained = np.zeros(self.most)
-        for tree in trees:
-            probs = -np.sort(-np.asarray(tree.probs, np.float64))[: self.most - 1]
-            gained[1 : 1 + len(probs)] += probs
-        rates = (len(trees) + gained.cumsum()) / self._corrected()
+    def _best(self, trees: Sequence[TokenTree]) -> list[int]:
+        """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
+        ancestors are no worse and so among them."""
+        owner = np.repeat(np.arange(len(trees)), [len(tree) for tree in trees])
+        probs = np.concatenate([np.asarray(tree.probs, np.float64) for tree in trees])
+        order = np.argsort(-probs, kind="stable")
+        tokens = len(trees) + np.append(0.0, probs[order].cumsum())
+        rates = tokens / self._corrected(1 + np.arange(len(tokens)) / len(trees))
         best = int(rates.argmax())
-        return best if rates[best] >= self.GAIN * rates[0] else 0
+        if rates[best] < self.GAIN * rates[0]:
+            best = 0
+        return np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
 
-    def _corrected(self) -> np.ndarray:
-        """The table's seconds as they really are."""
-        return self._seconds * np.where(self._widths > 1, self._off[True], self._off[False])
+    def _corrected(self, widths: np.ndarray) -> np.ndarray:
+        """Seconds as they really are, of so many rows a sequence."""
+        seconds = np.interp(widths, self._widths, self._seconds)
+        return seconds * np.where(widths > 1, self._off[True], self._off[False])

@@ -108,7 +108,7 @@ class HybridDrafter:
         least = self._rows.least(len(turns), max(turn.length for turn in turns))
         trees = [self._grow(turn.state, turn.room, least) for turn in turns]
         rows = self._rows.choose(trees)
-        return [self._draft(turn, tree, rows) for turn, tree in zip(turns, trees, strict=True)]
+        return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
 
     def saw(self, states: Sequence[HybridState], seen: Sequence[Seen]) -> None:
         contexts: list[Context] = []

@@ -1,6 +1,8 @@
-"""The width of a step: the one of most expected tokens a second, and one row where no draft pays."""
+"""The rows of a step: those of most expected tokens a second, and one a sequence where no draft pays."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -23,26 +25,30 @@ def chain(*probs: float) -> TokenTree:
     return TokenTree(tuple(range(len(probs))), tuple(range(len(probs))), probs)
 
 
-def after_look(rows: BestRows, trees: list[TokenTree]) -> int:
-    rows.least(len(trees), 100)
-    return rows.choose(trees)
+def after_look(rows: BestRows, trees: list[TokenTree]) -> list[int]:
+    least = rows.least(len(trees), 100)
+    return rows.choose([EMPTY_TREE if least == NO_TREE else tree for tree in trees])
 
 
-def test_the_best_rate_over_all_widths() -> None:
-    """Against a search over every width: tokens of all sequences, over the step's seconds."""
-    costs = Costs(1.0, 0.05)
+@pytest.mark.parametrize("row", [0.03, 0.1, 0.2, 0.25])
+def test_the_best_rate_over_all_ways_to_deal_rows_out(row: float) -> None:
+    """Against a search over all of them: tokens of all sequences, over the step's seconds."""
+    costs = Costs(1.0, row, free=3)
     trees = [chain(0.9, 0.8, 0.5, 0.1), chain(0.7, 0.01), EMPTY_TREE]
-    rates = {
-        width: sum(1 + sum(tree.probs[: width - 1]) for tree in trees)
-        / float(costs.seconds(3, np.array([width]), 0)[0])
-        for width in range(1, 9)
-    }
-    assert after_look(BestRows(costs, most=8), trees) == max(rates, key=lambda width: rates[width]) == 3
+
+    def rate(nodes: tuple[int, ...]) -> float:
+        tokens = sum(1 + sum(tree.probs[:count]) for tree, count in zip(trees, nodes, strict=True))
+        return tokens / float(costs.seconds(3, np.array([1 + sum(nodes) / 3]), 0)[0])
+
+    ways = itertools.product(*(range(len(tree) + 1) for tree in trees))
+    best = max(ways, key=rate)
+    assert after_look(BestRows(costs, most=8), trees) == [1 + count for count in best]
+    assert best[0] > best[1], "the two trees are not worth the same"
 
 
 @pytest.mark.parametrize(("row", "rows"), [(0.0, 4), (10.0, 1)])
 def test_free_rows_are_all_taken_and_dear_ones_not_at_all(row: float, rows: int) -> None:
-    assert after_look(BestRows(Costs(1.0, row), most=8), [chain(0.5, 0.4, 0.3)]) == rows
+    assert after_look(BestRows(Costs(1.0, row), most=8), [chain(0.5, 0.4, 0.3)]) == [rows]
 
 
 def test_what_steps_really_take_corrects_the_table() -> None:
@@ -50,7 +56,7 @@ def test_what_steps_really_take_corrects_the_table() -> None:
     rows = BestRows(Costs(1.0, 0.01), most=8)
     chosen = []
     for _ in range(60):
-        width = after_look(rows, [chain(0.5, 0.2)])
+        (width,) = after_look(rows, [chain(0.5, 0.2)])
         rows.spent(1.0 if width == 1 else 3.0, 1)
         chosen.append(width)
     assert chosen[0] == 3
@@ -60,7 +66,7 @@ def test_what_steps_really_take_corrects_the_table() -> None:
 def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
     rows = BestRows(Costs(1.0, 0.0), most=8)
     chosen = [after_look(rows, [chain(0.9)]) for _ in range(3 * BestRows.PLAIN_EVERY)]
-    assert chosen.count(1) == 3
+    assert chosen.count([1]) == 3
 
 
 def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
@@ -69,7 +75,7 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     for _ in range(200):
         least = rows.least(1, 100)
         looks += least != NO_TREE
-        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == 1
+        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
         rows.spent(1.0, 1)
     assert looks < 200 / BestRows.LOOK_EVERY + 3 * BestRows.LOOK_EVERY
 
@@ -78,9 +84,9 @@ def test_no_node_that_could_pay_lies_below_the_least() -> None:
     costs = Costs(1.0, 0.05)
     rows = BestRows(costs, most=8)
     least = rows.least(1, 100)
-    assert after_look(BestRows(costs, most=8), [chain(least * 0.99)]) == 1
+    assert after_look(BestRows(costs, most=8), [chain(least * 0.99)]) == [1]
     assert 0 < least < 0.1
 
 
 def test_fixed_rows_are_fixed() -> None:
-    assert FixedRows(7).choose([EMPTY_TREE]) == 7
+    assert FixedRows(7).choose([EMPTY_TREE, EMPTY_TREE]) == [7, 7]
