@@ -74,7 +74,7 @@ def decode(prepared: Dataset, plan: Plan, board: Any, decoder: Callable[[Plan], 
         max_concurrent_calls_per_actor=CALLS_PER_ACTOR + again,
     )
     # Small blocks: the block is Ray's unit of loss, and one big block would keep one actor busy and the others idle.
-    return prepared.repartition(target_num_rows_per_block=rows_per_call).map_batches(
+    return _regrouped(prepared, rows_per_call, strict=False).map_batches(
         DecodeActor,
         fn_constructor_args=(plan, board, decoder),
         compute=pool,
@@ -100,15 +100,27 @@ def write(
 ) -> Dataset:
     """Output rows to shards of `output.rows_per_file` rows; one small row per shard comes out. retried: as in
     sink.write_batch. board: handle of a Board, told of each shard."""
-    exact = rows.repartition(target_num_rows_per_block=config.output.rows_per_file, strict=True)
     where = {"folder_uri": folder_uri, "attempt": attempt, "keep_columns": config.input.keep_columns}
-    return exact.map_batches(
+    receipts = rows.map_batches(
         _write_batch,
         fn_kwargs={"retried": retried, "board": board, **where},
         batch_format="pyarrow",
-        batch_size=None,
+        batch_size=config.output.rows_per_file,
         num_cpus=LIGHT_CPUS,
     )
+    return _regrouped(receipts, config.output.rows_per_file, strict=True)
+
+
+def _regrouped(rows: Dataset, size: int, strict: bool) -> Dataset:
+    """Ray Data's streaming repartition, made one stage with the map_batches before it: this yields blocks of `size`
+    rows, and with strict it also gets just so many in each call (but the last).
+
+    `repartition` has no num_cpus, and a stage of its own would want a whole CPU, more than is left where reading and
+    writing share one: then Ray Data regroups nothing until all decoding is over, so that nothing is written either.
+    """
+    regrouped = rows.repartition(target_num_rows_per_block=size, strict=strict)
+    regrouped._logical_plan.dag.ray_remote_args["num_cpus"] = LIGHT_CPUS
+    return regrouped
 
 
 def _write_batch(table: pa.Table, retried: ray.ObjectRef, board: Any, **where: Any) -> pa.Table:
