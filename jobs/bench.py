@@ -1,5 +1,6 @@
 """`python -m jobs.bench decode`: methods and settings side by side on one model, one machine, one run.
 `python -m jobs.bench step`: what a decode step costs (jobs.bench_step).
+`python -m jobs.bench specbench`: the paper's benchmark, by category (jobs.specbench).
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
 alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
@@ -32,7 +33,7 @@ from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.prime import Successors, successors
 from esp_worker.types import Completion, Request, SamplingParams
-from jobs import bench_step
+from jobs import bench_step, specbench
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
 from jobs.runtime import machine, versions
 from jobs.sides import Side, add_decoder_arguments, make_sides, numbers, positive
@@ -287,6 +288,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument("--max-chars", type=int, default=LONGEST_PROMPT_CHARS, help="leave longer prompts out")
     decode.add_argument("--temperature", type=float, default=0.0)
     decode.add_argument("--repeat", type=int, default=3)
+    specbench.add_command(commands, common)
     return parser.parse_args(arguments)
 
 

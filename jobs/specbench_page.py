@@ -1,0 +1,2 @@
+def render_page(about, results, cost):
+    return "<html></html>"
