@@ -127,12 +127,12 @@ def speed_tables(results: Results) -> list[Table]:
 def _speed_table(results: Results, bc: int | str) -> Table:
     methods = results.methods
     rows = [
-        _pairs(model, [(own[method]["tau"], own[method]["speedup"]) if method in own else None for method in methods])
+        _pairs(model, [_pair(own.get(method)) for method in methods])
         for model, own in paper()["table_1"].get(str(bc), {}).items()
     ]
     for varied in results.variants:
         found = [results.find(method, bc, varied) for method in methods]
-        rows.append(_pairs(results.name(varied), [each and (each["tau"], each["speedup"]) for each in found], True))
+        rows.append(_pairs(results.name(varied), [_pair(each) for each in found], True))
     head = [
         [("", 1), *((NAMES[method], 2) for method in methods)],
         [("", 1), *((text, 1) for _ in methods for text in ("tau", "S/R"))],
@@ -140,13 +140,16 @@ def _speed_table(results: Results, bc: int | str) -> Table:
     return Table(f"BC = {bc}", head, rows)
 
 
-def _pairs(name: str, pairs: Sequence[tuple[float | None, float | None] | None], ours: bool = False) -> Row:
+def _pair(figures: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
+    return (None, None) if figures is None else (figures["tau"], figures["speedup"])
+
+
+def _pairs(name: str, pairs: Sequence[tuple[float | None, float | None]], ours: bool = False) -> Row:
     """A tau and a speed-up for each method, the best of each kind marked."""
-    known = [pair or (None, None) for pair in pairs]
-    best = [max((pair[kind] or 0 for pair in known), default=0) for kind in (0, 1)]
+    best = [max(pair[kind] or 0 for pair in pairs) for kind in (0, 1)]
     cells = [
         (show(value), value == best[kind])
-        for pair in known
+        for pair in pairs
         for kind, (value, show) in enumerate(zip(pair, (_tau, times), strict=True))
     ]
     return Row(name, cells, ours)
@@ -160,13 +163,13 @@ def reduction_tables(results: Results) -> list[Table]:
 def _reduction_table(results: Results, bc: int | str) -> Table:
     methods = results.methods
     rows = [
-        _row(model, [own.get(method) for method in methods], _two)
+        _row(model, [own.get(method) for method in methods], _tau)
         for model, own in paper()["table_6"].get(str(bc), {}).items()
     ]
     for varied in results.variants:
         found = [results.find(method, bc, varied) for method in methods]
         values = [None if each is None or each["tau"] is None else 100 * each["call_reduction"] for each in found]
-        rows.append(_row(results.name(varied), values, _two, ours=True))
+        rows.append(_row(results.name(varied), values, _tau, ours=True))
     return Table(f"BC = {bc}", [[("", 1), *((NAMES[method], 1) for method in methods)]], rows)
 
 
@@ -190,12 +193,9 @@ def mask_tables(results: Results) -> list[Table]:
         table = paper()[f"table_{number}"]
         rows = [_task_row(f"{row['model']}, {_masks(row['masks'])}", _with_mean(row["tau"])) for row in table["rows"]]
         own = [each for each in results.overall if each["method"] == "esp" and each["bc"] == table["bc"]]
-        rows += [
-            _task_row(
-                f"{results.name(each['varied'])}, {_masks(each['masks'])}", _our_columns(results, each), ours=True
-            )
-            for each in own
-        ]
+        for each in own:
+            name = f"{results.name(each['varied'])}, {_masks(each['masks'])}"
+            rows.append(_task_row(name, _our_columns(results, each), ours=True))
         tables.append(Table(f"Table {number}: ESP, BC = {table['bc']}", _task_head(), rows))
     return tables
 
@@ -241,14 +241,11 @@ def _task_row(name: str, tau: Mapping[str, float | None], ours: bool = False) ->
 def _best_in_columns(rows: Sequence[Row]) -> list[Row]:
     """The highest of each column marked, as it is printed."""
     best = [max(column) for column in zip(*([_number(text) for text, _ in row.cells] for row in rows), strict=True)]
-    return [
-        Row(
-            row.name,
-            [(text, _number(text) == top > 0) for (text, _), top in zip(row.cells, best, strict=True)],
-            row.ours,
-        )
-        for row in rows
-    ]
+
+    def marked(row: Row) -> list[tuple[str, bool]]:
+        return [(text, _number(text) == top > 0) for (text, _), top in zip(row.cells, best, strict=True)]
+
+    return [Row(row.name, marked(row), row.ours) for row in rows]
 
 
 def _number(text: str) -> float:
@@ -267,6 +264,3 @@ def _masks(count: int) -> str:
 
 def _tau(value: float | None) -> str:
     return fixed(value, 2)
-
-
-_two = _tau
