@@ -175,14 +175,15 @@ def _reduction_table(results: Results, bc: int | str) -> Table:
 
 def task_tables(results: Results, temperature: float) -> list[Table]:
     """tau by task, in the layout of tables 7 and 8: ours, and the paper's at its temperature, 1."""
+    head = _task_head([*paper()["columns"], "AVG"])
     own = [each for each in results.overall if each["method"] != "ar"]
-    rows = [_task_row(side_label(each), _our_columns(results, each), ours=True) for each in own]
-    tables = [Table(f"{results.model}, T = {temperature:g}", _task_head(), _best_in_columns(rows))]
+    rows = [_task_row(side_label(each), _with_mean(_our_columns(results, each)), ours=True) for each in own]
+    tables = [Table(f"{results.model}, T = {temperature:g}", head, _best_in_columns(rows))]
     for number in (7, 8):
         table = paper()[f"table_{number}"]
         if table["temperature"] == temperature:
             rows = [_task_row(f"{NAMES[row['method']]}, BC {row['bc']}", row["tau"]) for row in table["rows"]]
-            tables.append(Table(f"Table {number}: {table['model']}, T = 1", _task_head(), _best_in_columns(rows)))
+            tables.append(Table(f"Table {number}: {table['model']}, T = 1", head, _best_in_columns(rows)))
     return tables
 
 
@@ -191,12 +192,12 @@ def mask_tables(results: Results) -> list[Table]:
     tables = []
     for number in (11, 12):
         table = paper()[f"table_{number}"]
-        rows = [_task_row(f"{row['model']}, {_masks(row['masks'])}", _with_mean(row["tau"])) for row in table["rows"]]
+        rows = [_task_row(f"{row['model']}, {_masks(row['masks'])}", row["tau"]) for row in table["rows"]]
         own = [each for each in results.overall if each["method"] == "esp" and each["bc"] == table["bc"]]
         for each in own:
             name = f"{results.name(each['varied'])}, {_masks(each['masks'])}"
             rows.append(_task_row(name, _our_columns(results, each), ours=True))
-        tables.append(Table(f"Table {number}: ESP, BC = {table['bc']}", _task_head(), rows))
+        tables.append(Table(f"Table {number}: ESP, BC = {table['bc']}", _task_head(paper()["columns"]), rows))
     return tables
 
 
@@ -221,21 +222,21 @@ def category_tables(results: Results, categories: Mapping[str, int]) -> list[Tab
 def _our_columns(results: Results, side: Result) -> dict[str, float | None]:
     own = results.by_category(side)
     columns = paper()["columns"].items()
-    return _with_mean({column: own[name]["tau"] if name in own else None for column, name in columns})
+    return {column: own[name]["tau"] if name in own else None for column, name in columns}
 
 
 def _with_mean(tau: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The paper's AVG is the mean of its eight columns; where one lacks, there is none."""
+    """AVG is the mean of the eight columns, as in the paper; where one lacks, there is none."""
     known = [value for value in tau.values() if value is not None]
     return {**tau, "AVG": mean(known) if len(known) == len(tau) else None}
 
 
-def _task_head() -> list[list[tuple[str, int]]]:
-    return [[("", 1), *((column, 1) for column in (*paper()["columns"], "AVG"))]]
+def _task_head(columns: Iterable[str]) -> list[list[tuple[str, int]]]:
+    return [[("", 1), *((column, 1) for column in columns)]]
 
 
 def _task_row(name: str, tau: Mapping[str, float | None], ours: bool = False) -> Row:
-    return Row(name, [(_tau(tau[column]), False) for column in (*paper()["columns"], "AVG")], ours)
+    return Row(name, [(_tau(value), False) for value in tau.values()], ours)
 
 
 def _best_in_columns(rows: Sequence[Row]) -> list[Row]:
