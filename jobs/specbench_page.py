@@ -118,20 +118,25 @@ def _sides(results: Results, bc: int | str) -> list[Result]:
 
 
 def _task_chart(results: Results, categories: Sequence[str]) -> dict[str, str]:
+    caption = (
+        "Tokens per decode call by category, one panel for each block complexity, as in the paper's figures 4 and 5. "
+        "The axis begins at 1, which is plain decoding; PLD drafts a chain of ten whatever the budget."
+    )
+    return chart(task_figure(results, categories), "tau by category", caption)
+
+
+def task_figure(results: Results, categories: Sequence[str]) -> Figure:
     """Figures 4 and 5: a panel for each block complexity, a group of bars for each category."""
     complexities = results.complexities
     figure = Figure(figsize=(WIDE, 2.1 * len(complexities) + 0.6), layout="constrained")
     panels = figure.subplots(len(complexities), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, bc in zip(panels, complexities, strict=True):
         _task_panel(plain_axes(axes), results, bc, categories)
+    panels[0].set_ylim(bottom=1)  # shared, and only now: a limit that is set early cuts the later panels off
     panels[-1].set_xticks(range(len(categories)), [_plain(name) for name in categories], rotation=18, ha="right")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=INK)
-    caption = (
-        "Tokens per decode call by category, one panel for each block complexity, as in the paper's figures 4 and 5. "
-        "The axis begins at 1, which is plain decoding; PLD drafts a chain of ten whatever the budget."
-    )
-    return chart(figure, "tau by category", caption)
+    return figure
 
 
 def _task_panel(axes: Axes, results: Results, bc: int | str, categories: Sequence[str]) -> None:
@@ -152,7 +157,6 @@ def _task_panel(axes: Axes, results: Results, bc: int | str, categories: Sequenc
     axes.set_ylabel("tau")
     axes.set_title(f"BC = {bc}", loc="left", fontsize=10, color=INK)
     axes.grid(visible=False, axis="x")
-    axes.set_ylim(bottom=1)
     axes.set_xlim(-0.6, len(categories) - 0.4)
 
 
@@ -184,7 +188,7 @@ def _cost_chart(cost: StepCost) -> dict[str, str]:
                 [1e3 * seconds for seconds in cost.smoothed[s, :, c]],
                 marker="o",
                 markersize=4,
-                label=f"{sequences} x {context:,} tokens of context",
+                label=f"{sequences} sequence{'s' if sequences > 1 else ''}, {context:,} tokens of context",
             )
     axes.set(xlabel="rows of the step, all sequences", ylabel="ms")
     axes.set_ylim(bottom=0)

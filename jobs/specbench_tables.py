@@ -41,12 +41,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """head: lines of (text, columns it spans); the first column is the rows' names."""
+    """head: lines of (text, columns it spans), over the rows' names first. tall: the head stands upright, where
+    there are many columns."""
 
     title: str
     head: Sequence[Sequence[tuple[str, int]]]
     rows: Sequence[Row]
-    note: str = ""
+    tall: bool = False
 
 
 @cache
@@ -215,7 +216,7 @@ def category_tables(results: Results, categories: Mapping[str, int]) -> list[Tab
         for side in results.overall:
             own = results.by_category(side)
             rows.append(Row(side_label(side), [(show(own[name][key]), False) for name in categories], False))
-        tables.append(Table(title, head, rows if key == "exact_match_rate" else _best_in_columns(rows)))
+        tables.append(Table(title, head, rows if key == "exact_match_rate" else _best_in_columns(rows), tall=True))
     return tables
 
 

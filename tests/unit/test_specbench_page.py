@@ -9,9 +9,9 @@ from html_page import Page
 from specbench_units import record, sides_of, turn, unit
 
 from esp_worker.cost import CostKey, StepCost
-from jobs.specbench_page import render_page
+from jobs.specbench_page import render_page, task_figure
 from jobs.specbench_results import side_results
-from jobs.specbench_tables import paper
+from jobs.specbench_tables import Results, paper
 from pipeline.pagekit import DASH
 
 ODD = "<script>alert(1)</script> $x_{$ & more"
@@ -79,7 +79,7 @@ def test_it_says_what_was_run(greedy: str) -> None:
         "Tiny<i>-1B",
         "float32",
         "4 slots",
-        "temperature 0.0",
+        "temperature 0",
         "9 questions",
         "arXiv 2603",
     ):
@@ -144,3 +144,14 @@ def test_the_papers_numbers_are_consistent() -> None:
             *columns, average = row["tau"].values()
             assert sum(columns) / 8 == pytest.approx(average, abs=0.0101)
     assert list(numbers["columns"]) == ["WRIT", "ROLE", "CODE", "TRANS", "SUMM", "QA", "RAG", "M/R"]
+
+
+def test_no_bar_is_cut_off() -> None:
+    """A higher block complexity's panel may hold the highest bars of all."""
+    units = [
+        (side, [unit(record("1", "qa", turn([int(side.bc or 1) // 10], 1.0)))])
+        for side in sides_of("--methods", "esp", "--bc", "10,90")
+    ]
+    figure = task_figure(Results("m", side_results(units, ["qa"])), ["qa"])
+    assert [axes.get_ylim()[0] for axes in figure.axes] == [1, 1]
+    assert all(axes.get_ylim()[1] > 9 for axes in figure.axes)
