@@ -104,8 +104,13 @@ def plain_axes(axes: Axes) -> Axes:
 
 def chart(figure: Figure, title: str, caption: str) -> dict[str, str]:
     """title, caption and image (an SVG data URI)."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "espstream"}):  # same figures, same bytes
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    image = "data:image/svg+xml;base64," + base64.b64encode(svg_of(figure)).decode("ascii")
     return {"title": title, "caption": caption, "image": image}
+
+
+def svg_of(figure: Figure) -> bytes:
+    """Same figures, same bytes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "espstream"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue()
