@@ -72,7 +72,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
         setup, context_length = _settle(options)
         chat = Chat(load_tokenizer(resolve(setup.model).folder))
         read = read_questions(Path(options.questions))
-        fits = lambda question: chat.length(question, setup.new) <= context_length  # noqa: E731
+
+        def fits(question: Question) -> bool:
+            return chat.length(question, setup.new) <= context_length
+
         chosen, too_long = choose(read, options.per_category, options.seed, fits)
         if not chosen:
             raise ConfigError(f"--new {setup.new}: no question fits into the model's context of {context_length}")
