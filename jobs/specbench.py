@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
         chosen, too_long = choose(read, options.per_category, options.seed, fits)
         if not chosen:
             raise ConfigError(f"--new {setup.new}: no question fits into the model's context of {context_length}")
+        setup.sampling(chosen[0], 0)  # a temperature that cannot be is an error before anything is loaded
         folder = Folder(options.out, _fingerprint(options, setup, chosen))
         parts = shards(chosen, options.shard)
         _decode_missing(options, setup, folder, sides, parts)

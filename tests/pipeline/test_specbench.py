@@ -173,6 +173,7 @@ def _tokens(unit: Unit) -> list[list[int]]:
     [
         (["--new", "9"], "holds a run of other settings; it differs in\n  new: 10 -> 9"),
         (["--temperature", "1"], "temperature: 0.0 -> 1.0"),
+        (["--temperature", "1e-9"], "temperature must be 0 or >= 0.0001"),
         (["--per-category", "1"], "questions: "),
         (["--decoder", "ema=0.5"], "decoder.ema: None -> '0.5'"),
         (["--new", "150"], "--new 150: no question fits into the model's context of 160"),
