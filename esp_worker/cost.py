@@ -99,7 +99,13 @@ class StepCost:
     def save(self, file: Path) -> None:
         """As JSON, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        content = {
+        scratch = file.with_name(f".{file.name}-{os.getpid()}")
+        scratch.write_text(json.dumps(self.content()), encoding="utf-8")
+        scratch.replace(file)
+
+    def content(self) -> dict[str, Any]:
+        """What a file of it holds; from_content gives the table back."""
+        return {
             "format": FORMAT,
             "key": asdict(self.key),
             "sequences": self.sequences,
@@ -107,21 +113,22 @@ class StepCost:
             "contexts": self.contexts,
             "seconds": self.measured.tolist(),
         }
-        scratch = file.with_name(f".{file.name}-{os.getpid()}")
-        scratch.write_text(json.dumps(content), encoding="utf-8")
-        scratch.replace(file)
 
     @classmethod
     def load(cls, file: Path) -> StepCost:
         """Raises CostTableError for a file of another format or with no table in it, OSError when it cannot be read."""
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']}, not {FORMAT}")
-            axes = (content["sequences"], content["rows"], content["contexts"])
-            return cls(*axes, content["seconds"], CostKey(**content["key"]))
+            return cls.from_content(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise CostTableError(f"{file}: no step-cost table ({error}); run python -m jobs.calibrate again") from error
+
+    @classmethod
+    def from_content(cls, content: Any) -> StepCost:
+        """Raises ValueError, KeyError or TypeError for what is no such content."""
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+        axes = (content["sequences"], content["rows"], content["contexts"])
+        return cls(*axes, content["seconds"], CostKey(**content["key"]))
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:

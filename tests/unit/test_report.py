@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import UTC, datetime, timedelta
-from html.parser import HTMLParser
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from html_page import Page
 
 from pipeline import report as reports
 from pipeline.config import parse_config
@@ -114,33 +114,6 @@ def two_rows() -> pa.Table:
         done_row(0, [1, 2, 3], mean_batch=3.0, engine_s=1.5),
         done_row(1, [1, 1, 2], mean_batch=1.0, engine_s=0.5, finish_reason="length"),
     )
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and text; keeps count of open tags."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "hr", "input"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 # Method figures
