@@ -1,5 +1,6 @@
 """`python -m jobs.bench decode`: methods and settings side by side on one model, one machine, one run.
 `python -m jobs.bench ablation`: the paper's ablation tables (jobs.bench_ablation).
+`python -m jobs.bench alignment`: its figure 2, layer by layer (jobs.bench_alignment).
 `python -m jobs.bench step`: what a decode step costs (jobs.bench_step).
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
@@ -36,7 +37,7 @@ from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.prime import Successors, successors
 from esp_worker.types import Completion, Request, SamplingParams
-from jobs import bench_ablation, bench_step
+from jobs import bench_ablation, bench_alignment, bench_step
 from jobs.ablation_tables import TABLES
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling, workload_line
 from jobs.runtime import machine, versions
@@ -144,6 +145,7 @@ def _measure(options: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[s
     requests = make_requests(options, checkpoint, [text for text, _ in rows])
     categories = {request.request_id: category for request, (_, category) in zip(requests, rows, strict=True)}
     about |= {
+        "repeat": options.repeat,
         "prompts": len(requests),
         "new_tokens": options.new,
         "decoder": dict(options.decoder),
@@ -164,11 +166,23 @@ def _measure(options: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[s
     ]
 
 
+def _alignment(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    checkpoint = resolve(options.model)
+    model, about = _load(options, checkpoint)
+    requests = make_requests(options, checkpoint, [text for text, _ in read_rows(options)])
+    about |= {"prompts": len(requests), "new_tokens": options.new, "masks": options.masks, "top": options.top}
+    alignment = bench_alignment.measure_alignment(model, requests, options.masks, options.top)
+    results = bench_alignment.alignment_results(alignment)
+    if options.out is not None:
+        bench_alignment.save_alignment(options.out, about | {"results": results})
+    return about, results
+
+
 def _step(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     model, about = _load(options, resolve(options.model))
     ceiling = measure_ceiling(model)
     timings = bench_step.measure_steps(model, options.rows, options.slots, options.context, options.repeat)
-    about |= {"slots": options.slots, "context": options.context, "ceiling": ceiling}
+    about |= {"repeat": options.repeat, "slots": options.slots, "context": options.context, "ceiling": ceiling}
     return about, bench_step.step_results(model, timings, options.slots, ceiling)
 
 
@@ -184,7 +198,6 @@ def _load(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[CausalMo
         "device": str(model.device),
         "threads": options.threads,
         "kernels": kernels,
-        "repeat": options.repeat,
     }
 
 
@@ -398,8 +411,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     step.add_argument("--slots", type=_positive, default=1, help="sequences in a step")
     step.add_argument("--context", type=_positive, default=256, help="tokens in the cache of each")
     step.add_argument("--repeat", type=_positive, default=25, help="steps of each, in turn; figures are medians")
-    prompted = _prompt_arguments()
-    decode = commands.add_parser("decode", parents=[common, prompted], help="methods on the same prompts and engine")
+    prompted, timed = _prompt_arguments(), _timing_arguments()
+    decode = commands.add_parser(
+        "decode", parents=[common, prompted, timed], help="methods on the same prompts and engine"
+    )
     decode.set_defaults(run=_decode, print=_print_table)
     decode.add_argument("--methods", type=_methods, default=["ar", "esp"], metavar=",".join(METHODS))
     decode.add_argument(
@@ -433,27 +448,42 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="on,off",
         help="take over the KV of prompts that begin alike",
     )
-    ablation = commands.add_parser("ablation", parents=[common, prompted], help="a table of the paper, on this model")
+    ablation = commands.add_parser(
+        "ablation", parents=[common, prompted, timed], help="a table of the paper, on this model"
+    )
     ablation.set_defaults(run=_ablation, print=bench_ablation.print_ablation, decoder=[])
     ablation.add_argument("--table", type=int, required=True, choices=sorted(TABLES), help="its number in the paper")
+    alignment = commands.add_parser(
+        "alignment", parents=[common, prompted], help="how like the true token a mask becomes, layer by layer"
+    )
+    alignment.set_defaults(run=_alignment, print=bench_alignment.print_alignment, temperature=0.0)
+    alignment.add_argument("--masks", type=_positive, default=1, help="masks behind each token")
+    alignment.add_argument("--top", type=_positive, default=1, help="how many of a mask's best tokens count as drafted")
+    alignment.add_argument("--out", type=Path, metavar="FOLDER", help="write alignment.json and alignment.svg here")
     return parser.parse_args(arguments)
 
 
 def _prompt_arguments() -> argparse.ArgumentParser:
-    """What is decoded, and in how many slots."""
+    """What is decoded."""
     prompted = argparse.ArgumentParser(add_help=False)
     prompted.add_argument(
         "--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`"
     )
-    prompted.add_argument("--slots", type=_numbers, default=[1], metavar="1,16")
     prompted.add_argument("--system", metavar="TEXT", help="a system prompt in front of every prompt")
     prompted.add_argument("--new", type=int, default=64, help="max_new_tokens")
     prompted.add_argument("--count", type=int, help="how many of the prompts (a fixed random sample)")
     prompted.add_argument("--seed", type=int, default=1, help="of that sample")
     prompted.add_argument("--max-chars", type=int, default=LONGEST_PROMPT_CHARS, help="leave longer prompts out")
-    prompted.add_argument("--temperature", type=float, default=0.0)
-    prompted.add_argument("--repeat", type=int, default=3)
     return prompted
+
+
+def _timing_arguments() -> argparse.ArgumentParser:
+    """How it is decoded and timed."""
+    timed = argparse.ArgumentParser(add_help=False)
+    timed.add_argument("--slots", type=_numbers, default=[1], metavar="1,16")
+    timed.add_argument("--temperature", type=float, default=0.0)
+    timed.add_argument("--repeat", type=int, default=3)
+    return timed
 
 
 def _methods(text: str) -> list[str]:

@@ -269,7 +269,7 @@ def _charts(summary: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _depth_chart(depths: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    figure, axes = _figure()
+    figure, axes = new_figure()
     shares = [100 * depth["share"] for depth in depths]
     _bars(axes, [depth["depth"] for depth in depths], shares, [f"{share:.1f} %" for share in shares])
     axes.set(xlabel="draft depth", ylabel="% of decode calls")
@@ -277,7 +277,7 @@ def _depth_chart(depths: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _length_chart(counts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    figure, axes = _figure()
+    figure, axes = new_figure()
     total = sum(count["calls"] for count in counts)
     shares = [100 * count["calls"] / total for count in counts]
     _bars(axes, [count["length"] for count in counts], shares, [f"{share:.1f} %" for share in shares])
@@ -286,7 +286,7 @@ def _length_chart(counts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _sides_chart(comparison: Mapping[str, Any], key: str, title: str, direction: str) -> dict[str, str]:
-    figure, axes = _figure(height=1.8)
+    figure, axes = new_figure(height=1.8)
     values = [comparison["ar"][key], comparison["esp"][key]]
     bars = axes.barh(["plain (AR)", "ESP"], values, color=[AR_COLOR, ESP_COLOR], height=0.5)
     labels = [f"{value:#.3g}" if value < 100 else f"{value:,.0f}" for value in values]
@@ -296,7 +296,8 @@ def _sides_chart(comparison: Mapping[str, Any], key: str, title: str, direction:
     return _chart(figure, title, f"On the {comparison['rows']:,} compared rows; {direction}.")
 
 
-def _figure(height: float = 2.7) -> tuple[Figure, Axes]:
+def new_figure(height: float = 2.7) -> tuple[Figure, Axes]:
+    """Axes in the page's style; height in inches."""
     figure = Figure(figsize=(5.2, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -320,8 +321,13 @@ def _bars(axes: Axes, positions: Sequence[int], heights: Sequence[float], labels
 
 
 def _chart(figure: Figure, title: str, caption: str) -> dict[str, str]:
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "espstream"}):  # same figures, same bytes
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    image = "data:image/svg+xml;base64," + base64.b64encode(svg_of(figure)).decode("ascii")
     return {"title": title, "caption": caption, "image": image}
+
+
+def svg_of(figure: Figure) -> bytes:
+    """Same figures, same bytes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "espstream"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue()
