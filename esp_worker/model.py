@@ -247,12 +247,19 @@ class CausalModel:
 
     def forward_block(self, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
         """[R, H] -> hidden states [R, H] of the block's rows, whose KV is written behind their slots' contexts."""
+        return self._run(cache, block, embeds).last_hidden_state[0]
+
+    def forward_layers(self, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [layers + 1, R, H]: what goes into the first layer, what each layer gives, and in the last one's
+        place what forward_block does, as in Hugging Face's output_hidden_states."""
+        return torch.cat(self._run(cache, block, embeds, output_hidden_states=True).hidden_states)
+
+    def _run(self, cache: SlotCache, block: Block, embeds: torch.Tensor, **also: bool) -> Any:
         cache.begin(block)
         seen = _FiniteCache(cache) if self.dtype is torch.float16 else cache
-        out = self._backbone(
-            inputs_embeds=embeds[None], position_ids=block.positions, cache=seen, use_cache=True, block=block
+        return self._backbone(
+            inputs_embeds=embeds[None], position_ids=block.positions, cache=seen, use_cache=True, block=block, **also
         )
-        return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> [R, V], with all that the model does after its lm_head."""

@@ -1,4 +1,6 @@
 """`python -m jobs.bench decode`: methods and settings side by side on one model, one machine, one run.
+`python -m jobs.bench ablation`: the paper's ablation tables (jobs.bench_ablation).
+`python -m jobs.bench alignment`: its figure 2, layer by layer (jobs.bench_alignment).
 `python -m jobs.bench step`: what a decode step costs (jobs.bench_step).
 `python -m jobs.bench specbench`: the paper's benchmark, by category (jobs.specbench).
 
@@ -33,10 +35,12 @@ from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
 from esp_worker.prime import Successors, successors
 from esp_worker.types import Completion, Request, SamplingParams
-from jobs import bench_step, specbench
-from jobs.ceiling import ceiling_line, machine_line, measure_ceiling
+from jobs import bench_ablation, bench_alignment, bench_step, specbench
+from jobs.ablation_tables import TABLES
+from jobs.ceiling import ceiling_line, machine_line, measure_ceiling, workload_line
 from jobs.runtime import machine, versions
 from jobs.sides import Side, add_decoder_arguments, make_sides, numbers, positive
+from pipeline.config import parse_decoder
 from pipeline.errors import ConfigError
 from pipeline.methods import make_drafters
 from pipeline.prepare import load_tokenizer
@@ -50,7 +54,7 @@ class Timing:
 
     seconds: list[float] = field(default_factory=list)
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    decode_calls: int = 0
+    calls: dict[str, int] = field(default_factory=dict)  # decode calls of each request
     rows: int = 0
     plain_steps: int = 0
     prefill_tokens: int = 0
@@ -59,7 +63,7 @@ class Timing:
     def add(self, seconds: float, done: Sequence[Completion]) -> None:
         self.seconds.append(seconds)
         self.outputs = {completion.request_id: completion.token_ids for completion in done}
-        self.decode_calls = sum(completion.stats.decode_calls for completion in done)
+        self.calls = {completion.request_id: completion.stats.decode_calls for completion in done}
         self.rows = sum(completion.stats.rows_computed for completion in done)
         self.plain_steps = sum(completion.stats.plain_steps for completion in done)
         self.prefill_tokens = sum(completion.stats.prefill_tokens for completion in done)
@@ -68,6 +72,10 @@ class Timing:
     @property
     def tokens(self) -> int:
         return sum(len(tokens) for tokens in self.outputs.values())
+
+    @property
+    def decode_calls(self) -> int:
+        return sum(self.calls.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,11 +96,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    sides = make_sides(options)
+    return _measure(options, make_sides(options))
+
+
+def _ablation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    table = TABLES[options.table]
+    bench_ablation.check_prompts(table, [category for _, category in read_rows(options)])
+    configs = [parse_decoder({"method": "ar"}), *bench_ablation.side_configs(table)]
+    sides = [Side(config, slots, varied=bench_ablation.varied(config)) for slots in options.slots for config in configs]
+    about, results = _measure(options, sides)
+    return about | {"table": bench_ablation.table_document(table, results)}, results
+
+
+def _measure(options: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The sides on the prompts that the options name."""
     checkpoint = resolve(options.model)
     model, about = _load(options, checkpoint)
-    requests = read_requests(options, checkpoint)
+    rows = read_rows(options)
+    requests = make_requests(options, checkpoint, [text for text, _ in rows])
+    categories = {request.request_id: category for request, (_, category) in zip(requests, rows, strict=True)}
     about |= {
+        "repeat": options.repeat,
         "prompts": len(requests),
         "new_tokens": options.new,
         "decoder": dict(options.decoder),
@@ -106,14 +130,30 @@ def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
     paired = list(zip(sides, timings, strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
     truth = next((timing.outputs for side, timing in paired if side.config.method == "ar"), None)
-    return about, [_result(side, timing, plain.get((side.slots, side.prefix_reuse)), truth) for side, timing in paired]
+    return about, [
+        _result(side, timing, plain.get((side.slots, side.prefix_reuse)), truth)
+        | {"by_category": _by_category(timing, categories)}
+        for side, timing in paired
+    ]
+
+
+def _alignment(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    checkpoint = resolve(options.model)
+    model, about = _load(options, checkpoint)
+    requests = make_requests(options, checkpoint, [text for text, _ in read_rows(options)])
+    about |= {"prompts": len(requests), "new_tokens": options.new, "masks": options.masks, "top": options.top}
+    alignment = bench_alignment.measure_alignment(model, requests, options.masks, options.top)
+    results = bench_alignment.alignment_results(alignment)
+    if options.out is not None:
+        bench_alignment.save_alignment(options.out, about | {"results": results})
+    return about, results
 
 
 def _step(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     model, about = _load(options, resolve(options.model))
     ceiling = measure_ceiling(model)
     timings = bench_step.measure_steps(model, options.rows, options.slots, options.context, options.repeat)
-    about |= {"slots": options.slots, "context": options.context, "ceiling": ceiling}
+    about |= {"repeat": options.repeat, "slots": options.slots, "context": options.context, "ceiling": ceiling}
     return about, bench_step.step_results(model, timings, options.slots, ceiling)
 
 
@@ -129,7 +169,6 @@ def _load(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[CausalMo
         "device": str(model.device),
         "threads": options.threads,
         "kernels": kernels,
-        "repeat": options.repeat,
     }
 
 
@@ -187,16 +226,32 @@ def _result(
     }
 
 
-def read_requests(options: argparse.Namespace, checkpoint: Checkpoint) -> list[Request]:
-    """Prompts of a JSONL file (`prompt`, or Spec-Bench's first turn) under the model's chat template.
+def _by_category(timing: Timing, categories: Mapping[str, str | None]) -> dict[str, dict[str, int]]:
+    """Of the prompts of each category, tokens that decode calls gave (all but each one's first), and those calls."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, tokens in timing.outputs.items():
+        if (category := categories[name]) is not None:
+            count = counts.setdefault(category, {"decoded": 0, "decode_calls": 0})
+            count["decoded"] += len(tokens) - 1
+            count["decode_calls"] += timing.calls[name]
+    return counts
+
+
+def read_rows(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """Text and category of prompts of a JSONL file (`prompt`, or Spec-Bench's first turn), as many as are asked for.
 
     Raises ValueError naming the line of a row that has neither.
     """
+    rows = [row for row in _rows(Path(options.prompts)) if len(row[0]) <= options.max_chars]
+    if options.count is not None and options.count < len(rows):
+        rows = random.Random(options.seed).sample(rows, options.count)
+    return rows
+
+
+def make_requests(options: argparse.Namespace, checkpoint: Checkpoint, texts: Sequence[str]) -> list[Request]:
+    """The texts under the model's chat template."""
     tokenizer = load_tokenizer(checkpoint.folder)
     eos = frozenset([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else frozenset()
-    texts = [text for text in _texts(Path(options.prompts)) if len(text) <= options.max_chars]
-    if options.count is not None and options.count < len(texts):
-        texts = random.Random(options.seed).sample(texts, options.count)
     if options.system and not tokenizer.chat_template:
         raise ValueError("--system needs a chat template, and this model's tokenizer has none")
     requests = []
@@ -213,23 +268,18 @@ def read_requests(options: argparse.Namespace, checkpoint: Checkpoint) -> list[R
     return requests
 
 
-def _texts(path: Path) -> Iterable[str]:
+def _rows(path: Path) -> Iterable[tuple[str, str | None]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         row = json.loads(line)
         text = row.get("prompt") or next(iter(row.get("turns") or []), None)
         if not text:
             raise ValueError(f"{path}, line {number}: expected a `prompt` or Spec-Bench's `turns`")
-        yield text
+        yield text, row.get("category")
 
 
 def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
-    settings = "".join(f", {key} {value}" for key, value in about["decoder"].items())
     console = Console(width=160)
-    console.print(
-        f"{machine_line(about)}; {about['prompts']} prompts x {about['new_tokens']} tokens, "
-        f"temperature {about['temperature']}{settings}, median of {about['repeat']}",
-        highlight=False,
-    )
+    console.print(f"{machine_line(about)}; {workload_line(about)}", highlight=False)
     console.print(ceiling_line(about["ceiling"]), highlight=False)
     varied = list(dict.fromkeys(key for result in results for key in result["varied"]))
     figures = {
@@ -269,11 +319,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     step.add_argument("--slots", type=positive, default=1, help="sequences in a step")
     step.add_argument("--context", type=positive, default=256, help="tokens in the cache of each")
     step.add_argument("--repeat", type=positive, default=25, help="steps of each, in turn; figures are medians")
-    decode = commands.add_parser("decode", parents=[common], help="methods on the same prompts and engine")
+    prompted, timed = _prompt_arguments(), _timing_arguments()
+    decode = commands.add_parser(
+        "decode", parents=[common, prompted, timed], help="methods on the same prompts and engine"
+    )
     decode.set_defaults(run=_decode, print=_print_table)
-    decode.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`")
     add_decoder_arguments(decode, ["ar", "esp"])
-    decode.add_argument("--slots", type=numbers, default=[1], metavar="1,16")
     decode.add_argument(
         "--prefix-reuse",
         type=_switches,
@@ -281,15 +332,43 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="on,off",
         help="take over the KV of prompts that begin alike",
     )
-    decode.add_argument("--system", metavar="TEXT", help="a system prompt in front of every prompt")
-    decode.add_argument("--new", type=int, default=64, help="max_new_tokens")
-    decode.add_argument("--count", type=int, help="how many of the prompts (a fixed random sample)")
-    decode.add_argument("--seed", type=int, default=1, help="of that sample")
-    decode.add_argument("--max-chars", type=int, default=LONGEST_PROMPT_CHARS, help="leave longer prompts out")
-    decode.add_argument("--temperature", type=float, default=0.0)
-    decode.add_argument("--repeat", type=int, default=3)
+    ablation = commands.add_parser(
+        "ablation", parents=[common, prompted, timed], help="a table of the paper, on this model"
+    )
+    ablation.set_defaults(run=_ablation, print=bench_ablation.print_ablation, decoder=[])
+    ablation.add_argument("--table", type=int, required=True, choices=sorted(TABLES), help="its number in the paper")
+    alignment = commands.add_parser(
+        "alignment", parents=[common, prompted], help="how like the true token a mask becomes, layer by layer"
+    )
+    alignment.set_defaults(run=_alignment, print=bench_alignment.print_alignment, temperature=0.0)
+    alignment.add_argument("--masks", type=positive, default=1, help="masks behind each token")
+    alignment.add_argument("--top", type=positive, default=1, help="how many of a mask's best tokens count as drafted")
+    alignment.add_argument("--out", type=Path, metavar="FOLDER", help="write alignment.json and alignment.svg here")
     specbench.add_command(commands, common)
     return parser.parse_args(arguments)
+
+
+def _prompt_arguments() -> argparse.ArgumentParser:
+    """What is decoded."""
+    prompted = argparse.ArgumentParser(add_help=False)
+    prompted.add_argument(
+        "--prompts", required=True, metavar="FILE", help="JSONL with `prompt`, or Spec-Bench's `turns`"
+    )
+    prompted.add_argument("--system", metavar="TEXT", help="a system prompt in front of every prompt")
+    prompted.add_argument("--new", type=int, default=64, help="max_new_tokens")
+    prompted.add_argument("--count", type=int, help="how many of the prompts (a fixed random sample)")
+    prompted.add_argument("--seed", type=int, default=1, help="of that sample")
+    prompted.add_argument("--max-chars", type=int, default=LONGEST_PROMPT_CHARS, help="leave longer prompts out")
+    return prompted
+
+
+def _timing_arguments() -> argparse.ArgumentParser:
+    """How it is decoded and timed."""
+    timed = argparse.ArgumentParser(add_help=False)
+    timed.add_argument("--slots", type=numbers, default=[1], metavar="1,16")
+    timed.add_argument("--temperature", type=float, default=0.0)
+    timed.add_argument("--repeat", type=int, default=3)
+    return timed
 
 
 def _switches(text: str) -> list[bool]:

@@ -21,6 +21,14 @@ def machine_line(about: Mapping[str, Any]) -> str:
     )
 
 
+def workload_line(about: Mapping[str, Any]) -> str:
+    settings = "".join(f", {key} {value}" for key, value in about["decoder"].items())
+    return (
+        f"{about['prompts']} prompts x {about['new_tokens']} tokens, temperature {about['temperature']}{settings}, "
+        f"median of {about['repeat']}"
+    )
+
+
 def ceiling_line(ceiling: Mapping[str, float]) -> str:
     return (
         f"ceiling: memory read {ceiling['memory_read_gb_per_s']} GB/s, matrix product "

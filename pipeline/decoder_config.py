@@ -35,7 +35,7 @@ def _row_budget(value: object) -> object:
 AUTO: Final = "auto"
 
 # Each method's own settings.
-_ESP = ("masks", "tree", "branches", "probe_owners", "prune", "ema", "init", "init_offset", "impl")
+_ESP = ("masks", "tree", "branches", "probe_owners", "prune", "ema", "init", "init_offset", "init_moments", "impl")
 SETTINGS_OF = {
     "esp": _ESP,
     "hybrid": (),
@@ -93,6 +93,8 @@ class DecoderConfig(Section):
     it. The other kinds have the nodes that block_complexity leaves. auto chooses rows and owners step by step, from
     what steps cost on this machine and from what is accepted, down to plain decoding's one row.
 
+    init: offset is mu + init_offset * sigma, the moments of the `prompt` or of the whole embedding `table`.
+
     The baselines: pld (prompt lookup, a chain of `depth` tokens after the longest known n-gram of up to `ngram`), lade
     (lookahead decoding, lookahead: [L, W, G]), stand (ngram: its longest) and recycle (token recycling).
     """
@@ -107,6 +109,7 @@ class DecoderConfig(Section):
     ema: float = Field(0.1, ge=0, le=1)
     init: Literal["mean", "last_k", "sample", "offset"] = "mean"
     init_offset: float = 1.0
+    init_moments: Literal["prompt", "table"] = "prompt"
     impl: Literal["efficient", "naive"] = "efficient"
     ngram: int = Field(3, ge=1, le=16)
     depth: int = Field(10, ge=1, le=128, strict=True)
@@ -169,8 +172,9 @@ class DecoderConfig(Section):
             raise ValueError(f"{', '.join(idle)}: no settings of method: {self.method}; leave them out")
         if self.block_complexity == AUTO and self.probe_owners != "all":
             raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
-        if self.init != "offset" and self._is_changed("init_offset"):
-            raise ValueError(f"init_offset belongs to init: offset; leave it out of init: {self.init}")
+        for name in ("init_offset", "init_moments"):
+            if self.init != "offset" and self._is_changed(name):
+                raise ValueError(f"{name} belongs to init: offset; leave it out of init: {self.init}")
         return self
 
     def _is_changed(self, name: str) -> bool:

@@ -78,6 +78,7 @@ def _probe(config: DecoderConfig, model: CausalModel, rows: int) -> ProbeDrafter
         ema=config.ema,
         init=config.init,
         init_offset=config.init_offset,
+        init_moments=config.init_moments,
         impl=config.impl,
         table=model.embedding_moments,
     )

@@ -33,6 +33,7 @@ from esp_worker.tree import (
 )
 
 MaskInit = Literal["mean", "last_k", "sample", "offset"]
+MomentsOf = Literal["prompt", "table"]
 Prune = Literal["all", "deep", "none"]
 TreeKind = Literal["dynamic", "static", "best_first"]
 Impl = Literal["efficient", "naive"]
@@ -53,7 +54,8 @@ class ProbeDrafter(EachByItself):
     """ESP. A static tree takes its `branches` [K1, K2, ..]; the other kinds fill `block_complexity` rows.
 
     probe_owners: how many of root and nodes own probes (None: all). impl: how a step comes by its block's geometry
-    (tree.SHAPE_MAKERS). table: the model's embedding_moments, which init `sample` needs. Settings change how much is
+    (tree.SHAPE_MAKERS). init_moments: whose mean and deviation init `offset` takes. table: the model's
+    embedding_moments, which init `sample` needs, and `offset` where init_moments says so. Settings change how much is
     accepted and what a step costs, never the tokens.
     """
 
@@ -72,6 +74,7 @@ class ProbeDrafter(EachByItself):
         ema: float = 0.1,
         init: MaskInit = "mean",
         init_offset: float = 1.0,
+        init_moments: MomentsOf = "prompt",
         impl: Impl = "efficient",
         table: Callable[[], Moments] | None = None,
     ) -> None:
@@ -89,9 +92,10 @@ class ProbeDrafter(EachByItself):
         self._grow = _tree_builder(tree, nodes, branches or (), PRUNE_RULES[prune])
         self._probe_owners = probe_owners
         self._ema = ema
-        if init == "sample" and table is None:
-            raise ValueError("init sample draws from the moments of the embedding table (`table`), which are not given")
-        moments = table() if table is not None and init == "sample" else None
+        of_table = init == "sample" or (init == "offset" and init_moments == "table")
+        if of_table and table is None:
+            raise ValueError(f"init {init} takes the moments of the embedding table (`table`), which are not given")
+        moments = table() if table is not None and of_table else None
         self._initial_masks = partial(initial_masks, masks=masks, init=init, offset=init_offset, table=moments)
         self._make_shape = SHAPE_MAKERS[impl]
 
@@ -156,19 +160,22 @@ def initial_masks(
 
     mean: of the prompt, for every mask; last_k: the last k embeddings, m_k the last (a prompt shorter than k repeats
     its first token); sample: N(mu, sigma^2), mu and sigma being those of each dimension of the embedding `table`, drawn
-    by the prompt's content alone; offset: mu + offset * sigma for every mask, mu and sigma being the prompt's.
+    by the prompt's content alone; offset: mu + offset * sigma for every mask, mu and sigma being those of the `table`
+    where it is given, else the prompt's.
     """
     embeds = prompt_embeds.to(torch.promote_types(prompt_embeds.dtype, torch.float32))
-    if init == "sample":
-        assert table is not None
-        mean, sigma = (each.to(embeds) for each in table)
-        return mean + sigma * prompt_noise(prompt_embeds, masks).to(embeds)
     if init == "last_k":
         rows = torch.arange(len(embeds) - masks, len(embeds), device=embeds.device).clamp(min=0)
         return embeds[rows].clone()
-    mean = embeds.mean(0).expand(masks, -1)
-    # The deviation of the prompt's own tokens: 0 where it has one.
-    return mean.clone() if init == "mean" else mean + offset * embeds.std(0, correction=0)
+    if init == "mean":
+        return embeds.mean(0).repeat(masks, 1)
+    if table is None:  # the deviation of the prompt's own tokens: 0 where it has one
+        mean, sigma = embeds.mean(0), embeds.std(0, correction=0)
+    else:
+        mean, sigma = (each.to(embeds) for each in table)
+    if init == "sample":
+        return mean + sigma * prompt_noise(prompt_embeds, masks).to(embeds)
+    return (mean + offset * sigma).repeat(masks, 1)
 
 
 def prompt_noise(prompt_embeds: torch.Tensor, masks: int) -> torch.Tensor:

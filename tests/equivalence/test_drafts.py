@@ -25,6 +25,13 @@ from esp_worker.types import Completion, Request
 
 EMA = 0.3
 OFFSET = 0.7
+INITS: dict[str, dict[str, Any]] = {
+    "mean": {"init": "mean"},
+    "last_k": {"init": "last_k"},
+    "sample": {"init": "sample"},
+    "offset": {"init": "offset", "init_offset": OFFSET},
+    "offset of the table": {"init": "offset", "init_offset": OFFSET, "init_moments": "table"},
+}
 
 
 def oracle(
@@ -43,7 +50,7 @@ def oracle(
 
 def first_masks(model: CausalModel, prompt: torch.Tensor, k: int, init: str) -> list[torch.Tensor]:
     """The masks of a prompt's embeddings; only the noise of `sample` is the drafter's own."""
-    rows = model.embed(torch.arange(model.vocab_size)) if init == "sample" else prompt
+    rows = model.embed(torch.arange(model.vocab_size)) if init in ("sample", "offset of the table") else prompt
     mean = sum(rows) / len(rows)
     sigma = (sum((row - mean) ** 2 for row in rows) / len(rows)).sqrt()
     return {
@@ -51,12 +58,15 @@ def first_masks(model: CausalModel, prompt: torch.Tensor, k: int, init: str) -> 
         "last_k": [prompt[max(len(prompt) - k + j, 0)] for j in range(k)],
         "sample": [mean + noise * sigma for noise in prompt_noise(prompt, k)],
         "offset": [mean + OFFSET * sigma] * k,
+        "offset of the table": [mean + OFFSET * sigma] * k,
     }[init]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize(("k", "init"), [(1, "mean"), (2, "mean"), (3, "last_k"), (2, "sample"), (1, "offset")])
+@pytest.mark.parametrize(
+    ("k", "init"), [(1, "mean"), (2, "mean"), (3, "last_k"), (2, "sample"), (1, "offset"), (2, "offset of the table")]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
@@ -70,7 +80,7 @@ def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pyt
         return draft(self, state, root, room)
 
     monkeypatch.setattr(ProbeDrafter, "draft", watched)
-    settings = {"masks": k, "block_complexity": 10 * (k + 1), "ema": EMA, "init": init, "init_offset": OFFSET}
+    settings = {"masks": k, "block_complexity": 10 * (k + 1), "ema": EMA, **INITS[init]}
     drafter = ProbeDrafter(model.embed, table=model.embedding_moments, **settings)
     requests = mixed_requests()
     done = {c.request_id: c for c in Engine(model, [drafter], slots=slots).generate(requests)}
@@ -134,13 +144,13 @@ def expected(family: str) -> dict[str, tuple[int, ...]]:
     return {r.request_id: reference.decode(tiny_model(family), r).token_ids for r in mixed_requests()}
 
 
-@pytest.mark.parametrize("init", ["mean", "last_k", "sample", "offset"])
+@pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("probe_owners", [None, 1, 3])
 @pytest.mark.parametrize("tree", SETTINGS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_tokens_are_the_references(family: str, tree: Any, probe_owners: int | None, init: Any) -> None:
     model = tiny_model(family)
-    settings = {"tree": tree, "probe_owners": probe_owners, "init": init, **SETTINGS[tree]}
+    settings = {"tree": tree, "probe_owners": probe_owners, **INITS[init], **SETTINGS[tree]}
     drafter = ProbeDrafter(model.embed, table=model.embedding_moments, **settings)
     done = list(Engine(model, [drafter], slots=3).generate(mixed_requests()))
     assert {c.request_id: c.token_ids for c in done} == expected(family)

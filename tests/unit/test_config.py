@@ -382,6 +382,7 @@ def test_probe_owners_are_all_or_a_number(tree: dict[str, Any], given: Any) -> N
     [
         ({"init_offset": 2}, "init_offset belongs to init: offset; leave it out of init: mean"),
         ({"init_offset": 2, "init": "sample"}, "init_offset belongs to init: offset; leave it out of init: sample"),
+        ({"init_moments": "table"}, "init_moments belongs to init: offset; leave it out of init: mean"),
         ({"method": "ar", "probe_owners": 2}, "probe_owners: method: ar drafts nothing; leave them out, or set"),
         ({"method": "ar", "impl": "naive"}, "impl: method: ar drafts nothing"),
         (

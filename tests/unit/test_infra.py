@@ -15,6 +15,9 @@ import yaml
 from ray.dashboard.modules.job.cli import job_cli_group
 from ray.scripts.scripts import start as ray_start
 
+from esp_worker.cache import rounded
+from esp_worker.engine import BLOCK_COLUMNS
+from esp_worker.memory import CUDA_SHARE
 from pipeline.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +116,7 @@ def options(command: click.Command) -> set[str]:
 
 
 def test_there_are_configs() -> None:
-    assert {path.name for path in CONFIGS} >= {"demo.yaml", "example_cluster.yaml"}
+    assert {path.name for path in CONFIGS} >= {"demo.yaml", "example_cluster.yaml", *PAPERS_MODELS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -143,9 +146,34 @@ def test_demo_prompts_are_three_of_each_kind() -> None:
         assert row["prompt"] == row["prompt"].strip()
 
 
-def test_cluster_example_names_no_local_place() -> None:
-    config = load_config(ROOT / "configs" / "example_cluster.yaml")
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.name != "demo.yaml"], ids=lambda path: path.name)
+def test_cluster_configs_name_no_local_place(path: Path) -> None:
+    config = load_config(path)
     assert all(place.startswith("s3://") for place in [*config.input.path, config.output.path])
+
+
+# The paper's models (its table 1), from their model cards: parameters, layers; all have 8 key/value heads of 128.
+# gib: memory of the smallest GPU that the file's comments name, as its driver gives it.
+PAPERS_MODELS = {
+    "llama_3.2_3b.yaml": {"path": "meta-llama/Llama-3.2-3B-Instruct", "parameters": 3.21e9, "layers": 28, "gib": 79},
+    "llama_3.1_8b.yaml": {"path": "meta-llama/Llama-3.1-8B-Instruct", "parameters": 8.03e9, "layers": 32, "gib": 79},
+    "qwen3_8b.yaml": {"path": "Qwen/Qwen3-8B", "parameters": 8.19e9, "layers": 36, "gib": 79},
+    "qwen3_32b.yaml": {"path": "Qwen/Qwen3-32B", "parameters": 32.8e9, "layers": 64, "gib": 139},
+}
+
+
+@pytest.mark.parametrize("name", PAPERS_MODELS)
+def test_the_papers_models_fit_their_gpus_with_all_slots_full(name: str) -> None:
+    """In bfloat16: the weights, and of what they leave the engine's share for the KV cache of every slot."""
+    model, config = PAPERS_MODELS[name], load_config(ROOT / "configs" / name)
+    assert (config.model.path, config.model.dtype, config.model.device) == (model["path"], "bfloat16", "cuda")
+    assert config.cluster.num_gpus == 1
+    length = config.engine.max_length
+    assert length is not None
+    assert config.sampling.max_new_tokens < length
+    cache = config.engine.slots * rounded(length + BLOCK_COLUMNS) * model["layers"] * 2 * 8 * 128 * 2
+    free = model["gib"] * 2**30 - 2 * model["parameters"]
+    assert 0.8 < cache / (CUDA_SHARE * free) < 1
 
 
 # --- infra/Dockerfile ------------------------------------------------------------------------------------------------

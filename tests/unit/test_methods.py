@@ -26,6 +26,7 @@ SETTINGS = [
         "probe_owners": 5,
         "init": "offset",
         "init_offset": 3,
+        "init_moments": "table",
         "impl": "naive",
     },
 ]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esp_worker.drafters.base import Room, possible_owners
+from esp_worker.drafters.base import Prompt, Room, possible_owners
 from esp_worker.drafters.probe import (
     ProbeDrafter,
     ProbeState,
@@ -21,6 +21,7 @@ from esp_worker.drafters.probe import (
     top_candidates,
 )
 from esp_worker.tree import EMPTY_TREE, Candidates, TokenTree, ending_probs
+from esp_worker.types import SamplingParams
 
 
 def embeds(*shape: int) -> torch.Tensor:
@@ -83,6 +84,12 @@ def test_offset_init(offset: float) -> None:
     torch.testing.assert_close(initial_masks(prompt, 3, "offset", offset), want.expand(3, 16))
 
 
+def test_offset_init_by_the_tables_moments_is_the_same_for_every_prompt() -> None:
+    table = embeds(40, 16)
+    want = torch.from_numpy(table.numpy().mean(0) + 5 * table.numpy().std(0)).expand(3, 16)
+    torch.testing.assert_close(initial_masks(embeds(5, 16) - 1, 3, "offset", 5.0, moments(table)), want)
+
+
 @pytest.mark.parametrize("init", ["mean", "last_k", "offset"])
 def test_a_prompt_of_one_token_is_every_mask(init: Any) -> None:
     prompt = embeds(1, 16)
@@ -95,9 +102,17 @@ def test_masks_of_a_16_bit_model_are_kept_in_fp32(init: Any) -> None:
     assert initial_masks(prompt, 1, init, table=moments(prompt)).dtype is torch.float32
 
 
-def test_sample_init_needs_the_table() -> None:
+@pytest.mark.parametrize("settings", [{"init": "sample"}, {"init": "offset", "init_moments": "table"}])
+def test_an_init_from_the_table_needs_it(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="embedding table"):
-        drafter(init="sample")
+        drafter(**settings)
+
+
+def test_the_prompts_offset_does_not_look_at_the_table() -> None:
+    prompt, table = embeds(5, 16), embeds(40, 16)
+    esp = ProbeDrafter(lambda ids: table[ids], init="offset", init_offset=2.0, table=lambda: moments(table))
+    state = esp.start(Prompt((1,), SamplingParams(max_new_tokens=9), lambda ids: prompt, torch.device("cpu")))
+    torch.testing.assert_close(state.masks, initial_masks(prompt, 1, "offset", 2.0))
 
 
 def test_top_candidates_are_softmax_probabilities_best_first() -> None:
