@@ -175,10 +175,6 @@ class Engine:
             "longer contexts leave fewer slots"
         )
 
-    def forget_prefixes(self) -> None:
-        """Take no prompt's beginning over from what was decoded so far (a benchmark repeats its own prompts)."""
-        self._table.forget()
-
     def drop_running(self) -> None:
         """Forget the sequences in slots (after a step that failed)."""
         self._settle(self._table.clear())

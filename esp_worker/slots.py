@@ -94,10 +94,6 @@ class SlotTable:
         self.cache.resize(slots, columns)
         self._held = [held[:columns] for held in self._held[:slots]] + [_NOTHING] * (slots - len(self._held))
 
-    def forget(self) -> None:
-        """Take no prefix over from what slots hold now."""
-        self._held = [_NOTHING] * len(self._held)
-
     def clear(self) -> list[ActiveSequence]:
         """Take every sequence out; returns them by slot."""
         sequences, self.running, self.filling = self.sequences, [], None

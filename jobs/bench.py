@@ -180,17 +180,19 @@ def run_sides(
     cost: Callable[[], StepCost],
     known: Callable[[], Successors],
 ) -> list[Timing]:
-    """Every side once per repeat, in turn; a short run of each first, which is not counted."""
-    engines = [
-        Engine(model, make_drafters(side.config, model, cost, known), slots=side.slots, prefix_reuse=side.prefix_reuse)
-        for side in sides
-    ]
-    for engine in engines:
-        list(engine.generate(requests[:1]))
+    """Every side once per repeat, in turn, each time with an engine that has seen none of the prompts; a short run of
+    each first, which is not counted."""
+
+    def new_engine(side: Side) -> Engine:
+        drafters = make_drafters(side.config, model, cost, known)
+        return Engine(model, drafters, slots=side.slots, prefix_reuse=side.prefix_reuse)
+
+    for side in sides:
+        list(new_engine(side).generate(requests[:1]))
     timings = [Timing() for _ in sides]
     for number in range(repeat):
-        for side, engine, timing in zip(sides, engines, timings, strict=True):
-            engine.forget_prefixes()  # of its own earlier runs
+        for side, timing in zip(sides, timings, strict=True):
+            engine = new_engine(side)
             began = time.perf_counter()
             done = list(engine.generate(requests))
             timing.add(time.perf_counter() - began, done)

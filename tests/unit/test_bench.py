@@ -46,6 +46,19 @@ def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.Captur
     assert all(r["decode_calls"] <= plain["decode_calls"] for r in results)
 
 
+def test_a_repeat_has_learnt_nothing_from_the_one_before(
+    tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recycle keeps what it saw: with what the first repeat left it would know each prompt's answer."""
+    options = ["--dtype", "float64", "--bc", "20", "--new", "24", "--threads", str(torch.get_num_threads())]
+    calls = []
+    for repeat in ("1", "3"):
+        arguments = ["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), "--repeat", repeat]
+        assert main([*arguments, *options, "--methods", "ar,recycle"]) == 0
+        calls.append([r["decode_calls"] for r in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]])
+    assert calls[0] == calls[1]
+
+
 # The paper's pairs: table 4 (implementation), 5 (mask tokens), 13 (pruning); then trees and probe owners.
 @pytest.mark.parametrize(
     ("extra", "varied"),

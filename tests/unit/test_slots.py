@@ -90,12 +90,6 @@ def test_a_slot_remembers_its_prompt_when_its_sequence_has_gone(table: SlotTable
     assert run(table, 1, 2, 4).stats.cached_tokens == 2
 
 
-def test_slots_can_be_told_to_forget(table: SlotTable) -> None:
-    run(table, 1, 2, 3)
-    table.forget()
-    assert run(table, 1, 2, 3).stats.cached_tokens == 0
-
-
 def test_only_what_has_been_computed_is_taken_over(table: SlotTable) -> None:
     run(table, 9, 9)
     half = sequence(1, 2, 3, 4, 5, 6)
