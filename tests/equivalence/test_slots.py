@@ -111,6 +111,23 @@ def test_a_small_cache_takes_fewer_sequences_at_a_time(columns: int, monkeypatch
     assert all(len(c.token_ids) == 24 == 1 + sum(c.stats.accept_lengths) for c in done)
 
 
+def test_outputs_of_very_different_lengths_leave_no_slot_idle() -> None:
+    """Ray PR#52634: a batch that waits for its longest. Here the next request takes a slot as it falls free."""
+    lengths = [1, 80, 2, 3, 5, 60, 1, 8, 13, 2, 40, 1, 21, 4, 70, 1]
+    requests = [request(f"r{i}", 4, max_new_tokens=length) for i, length in enumerate(lengths)]
+    engine = esp("llama", 4, block_complexity=4)
+    for item in requests:
+        engine.submit(item)
+    done: list[Completion] = []
+    steps = 0
+    while engine.busy:
+        done += engine.step()
+        steps += 1
+    assert_equal("llama", requests, done)
+    calls = [completion.stats.decode_calls for completion in done]
+    assert steps <= sum(calls) / 4 + max(calls) + 1
+
+
 @pytest.mark.usefixtures("small_steps")
 def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_length 96 needs .* GiB of KV cache for one slot.*engine.cache_gib"):

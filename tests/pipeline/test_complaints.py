@@ -7,7 +7,7 @@ show. Complaints about decoders stand in tests/equivalence/test_complaints.py. E
     ray#41728  one small file, two actors: one idles         test_generate.py (two actors)
     ray#59522  an actor dies in a long job                   test_faults.py
     ray#55008, curator#564  no resume; interrupted twice     test_resume.py, test_signals.py
-    ray#55055  S3 answers 403 or 503 now and then            tests/unit/test_storage.py
+    ray#55055  S3 answers 403 or 503 now and then            tests/pipeline/test_s3.py, tests/unit/test_storage.py
     ray PR#52634  one batch of lengths 1 to 1024             tests/equivalence/test_slots.py (slots are filled again)
     transformers#22312  no pad token                         tests/unit/test_prepare.py (its tokenizers have none)
 """
