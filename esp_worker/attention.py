@@ -1,6 +1,6 @@
 """Tree attention on stock Hugging Face models: one registered function.
 
-B sequences, R rows of all, N of the widest block, T cache columns, H heads, G key/value heads, g = H/G, D head size.
+B sequences, R rows in all, N of the widest block, T cache columns, H heads, G key/value heads, g = H/G, D head size.
 The grouped queries are folded into the query axis ([B, G, g*N, D]) so that the cache is never copied per head.
 """
 

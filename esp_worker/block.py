@@ -55,16 +55,14 @@ class Block:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[1, R]"""
-        contexts = torch.tensor(self.lengths)[self._slot_of]
-        return (contexts + torch.cat(list(self._offsets))).to(self._device)[None]
+        return (self._contexts[self._slot_of] + torch.cat(list(self._offsets)).to(self._device))[None]
 
     @cached_property
     def where(self) -> Where:
         """Slots and columns that the rows are written to: slices [B], [N] where one fits all, else [R] of each row."""
         if self._even and len(set(self.lengths)) == 1:
             return self.slots, slice(self.columns - self.width, self.columns)
-        columns = torch.tensor(self.lengths)[self._slot_of] + self._place
-        return (self._slot_of + self.slots.start).to(self._device), columns.to(self._device)
+        return self._slot_of + self.slots.start, self._contexts[self._slot_of] + self._place
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, R, D] -> [B, H, N, D]; narrower blocks are filled up with their first row."""
@@ -74,7 +72,7 @@ class Block:
     def together(self, x: torch.Tensor) -> torch.Tensor:
         """[B, H, N, D] -> [1, R, H, D], without what narrower blocks were filled up with."""
         x = x.transpose(1, 2)
-        return (x.flatten(0, 1) if self._even else x[self._slot_on_device, self._place_on_device])[None]
+        return (x.flatten(0, 1) if self._even else x[self._slot_of, self._place])[None]
 
     def additive(self, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[B, 1, group * N, T] with 0 where a row sees a column and -inf elsewhere; None when all see all."""
@@ -86,22 +84,20 @@ class Block:
     # ---- indices
 
     @cached_property
+    def _contexts(self) -> torch.Tensor:
+        """[B]: `lengths`."""
+        return torch.tensor(self.lengths, device=self._device)
+
+    @cached_property
     def _slot_of(self) -> torch.Tensor:
         """[R], of slots 0.. B - 1."""
-        return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
+        slots = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
+        return slots.to(self._device)
 
     @cached_property
     def _place(self) -> torch.Tensor:
         """[R]: each row's number in its slot's block."""
-        return torch.cat([torch.arange(count) for count in self.counts])
-
-    @cached_property
-    def _slot_on_device(self) -> torch.Tensor:
-        return self._slot_of.to(self._device)
-
-    @cached_property
-    def _place_on_device(self) -> torch.Tensor:
-        return self._place.to(self._device)
+        return torch.cat([torch.arange(count) for count in self.counts]).to(self._device)
 
     @cached_property
     def _row_at(self) -> torch.Tensor:
@@ -127,7 +123,7 @@ class Block:
         visible = self._visible_apart
         batch, rows, _ = visible.shape
         columns = torch.arange(self.columns, device=self._device)
-        in_block = columns[None] - torch.tensor(self.lengths, device=self._device)[:, None]  # [B, T]; < 0: context
+        in_block = columns[None] - self._contexts[:, None]  # [B, T]; < 0: context
         own = in_block.clamp(0, rows - 1)[:, None].expand(batch, rows, self.columns)
         allowed = torch.where(in_block[:, None] < 0, True, visible.gather(2, own) & (in_block[:, None] < rows))
         if window is None:

@@ -1,9 +1,8 @@
 """How many rows a decode step is worth: acceptance estimates, and the choice that makes most tokens a second of them.
 
 B sequences in a step, k masks; a sequence with n draft nodes and m probe owners takes 1 + n + k m rows, W at most. A
-step costs what all sequences' rows do together. P(node): the estimate
-that the model's path goes through a node; P(ends): that a row is the deepest accepted one, whose probes give the next
-tree.
+step costs what all sequences' rows do together. P(node): the estimate that the model's path goes through a node;
+P(ends): that a row is the deepest accepted one, whose probes give the next tree.
 
 Choices depend on the batch and on measured times, and change what a step costs, never its tokens. There is no clock
 here: times come in, so that the same inputs give the same choices.
