@@ -66,12 +66,18 @@ class Block:
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, R, D] -> [B, H, N, D]; narrower blocks are filled up with their first row."""
-        rows = x[0].unflatten(1, (-1, self.width)) if self._even else x[0][:, self._row_at]
+        batch = len(self.lengths)
+        if batch == 1:
+            return x
+        _, heads, _, size = x.shape
+        rows = x[0].view(heads, batch, self.width, size) if self._even else x[0][:, self._row_at]
         return rows.transpose(0, 1)
 
     def together(self, x: torch.Tensor) -> torch.Tensor:
         """[B, H, N, D] -> [1, R, H, D], without what narrower blocks were filled up with."""
         x = x.transpose(1, 2)
+        if len(self.lengths) == 1:
+            return x
         return (x.flatten(0, 1) if self._even else x[self._slot_of, self._place])[None]
 
     def additive(self, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:

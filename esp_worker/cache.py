@@ -23,71 +23,97 @@ def rounded(columns: int) -> int:
 
 
 class SlotCache:
-    """KV of all layers: [layers, 2, S, G, T, D]."""
+    """KV of all layers: keys and values [layers, S, G, T, D] each.
+
+    On a CPU, keys of one dimension lie side by side, as a product of few queries with all keys reads them.
+    """
 
     def __init__(
         self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._kv = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._fixed = layers, kv_heads, head_dim
+        self._kind = dtype, device
+        self._keys, self._values = self._zeros(slots, 0)
         self._block: Block | None = None
+        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer, keys and values
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _zeros(self, slots: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        layers, heads, size = self._fixed
+        dtype, device = self._kind
+        values = torch.zeros(layers, slots, heads, columns, size, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros_like(values), values
+        return torch.zeros(layers, slots, heads, size, columns, dtype=dtype).transpose(3, 4), values
 
     @property
     def slots(self) -> int:
-        return self._kv.shape[2]
+        return self._values.shape[1]
 
     @property
     def columns(self) -> int:
-        return self._kv.shape[4]
+        return self._values.shape[3]
 
     @property
     def nbytes(self) -> int:
-        return self._kv.nbytes
+        return self._keys.nbytes + self._values.nbytes
 
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of one slot: the KV of one token."""
-        layers, pair, _, heads, _, size = self._kv.shape
-        return layers * pair * heads * size * self._kv.itemsize
+        layers, heads, size = self._fixed
+        return 2 * layers * heads * size * self._values.itemsize
 
     def resize(self, slots: int, columns: int) -> None:
         """Another number of slots and columns; what both hold stays.
 
         New columns are zero: masked columns are still multiplied (by 0), so they must be finite.
         """
-        layers, pair, _, heads, _, size = self._kv.shape
-        kv = self._kv.new_zeros(layers, pair, slots, heads, columns, size)
+        self._read, self._written = [], []  # views, which would keep the memory
+        new = self._zeros(slots, columns)
         slots, columns = min(slots, self.slots), min(columns, self.columns)
-        kv[:, :, :slots, :, :columns] = self._kv[:, :, :slots, :, :columns]
-        self._kv = kv
+        for kept, held in zip(new, (self._keys, self._values), strict=True):
+            kept[:, :slots, :, :columns] = held[:, :slots, :, :columns]
+        self._keys, self._values = new
 
     def begin(self, block: Block) -> None:
         """The next forward pass writes the block's rows and reads its columns."""
         if block.columns > self.columns:
             self.resize(self.slots, rounded(block.columns))
         self._block = block
+        slots, columns = block.where
+        read, written = [], []
+        for held in (self._keys, self._values):
+            read.append(held[:, block.slots, :, : block.columns].unbind())
+            written.append(
+                (held[:, slots, :, columns] if isinstance(columns, slice) else held.transpose(2, 3)).unbind()
+            )
+        self._read, self._written = list(zip(*read, strict=True)), list(zip(*written, strict=True))
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hugging Face's cache call: store key, value [1, G, R, D], return views [B, G, T, D] of the slots' columns."""
         assert self._block is not None, "begin() comes before a forward pass"
-        block, (keys, values) = self._block, self._kv[layer]
+        block = self._block
         slots, columns = block.where
-        for held, rows in ((keys, key), (values, value)):
+        for held, rows in zip(self._written[layer], (key, value), strict=True):
             if isinstance(columns, slice):
-                held[slots, :, columns] = block.apart(rows)
+                held.copy_(block.apart(rows))
             else:
-                held.transpose(1, 2)[slots, columns] = rows[0].transpose(0, 1)
-        return keys[block.slots, :, : block.columns], values[block.slots, :, : block.columns]
+                held[slots, columns] = rows[0].transpose(0, 1)
+        return self._read[layer]
 
     def compact(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy column sources[i] of slots[i] to column targets[i], in all layers; reads all before it writes."""
         if not slots:
             return
-        device = self._kv.device
-        slot, source, target = (torch.tensor(x, device=device) for x in (slots, sources, targets))
-        self._kv[:, :, slot, :, target] = self._kv[:, :, slot, :, source]
+        slot, source, target = (torch.tensor(x, device=self._values.device) for x in (slots, sources, targets))
+        for held in (self._keys, self._values):
+            held[:, slot, :, target] = held[:, slot, :, source]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give slot `source`'s first `length` columns to slot `target`."""
-        self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
+        for held in (self._keys, self._values):
+            held[:, target, :, :length] = held[:, source, :, :length]

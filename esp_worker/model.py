@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -164,6 +164,21 @@ def _after_head(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda logits: logits
 
 
+class KeyValues(Protocol):
+    """What layers see of a cache."""
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's key, value [1, G, R, D]; return those of all columns, [B, G, T, D]."""
+        ...
+
+
+Attend = Callable[..., Any]  # attention.tree_attention, or what a benchmark puts around it
+# All layers and the last norm: rows [R, H], cache, block, attention -> [R, H].
+Layers = Callable[[torch.Tensor, KeyValues, Block, Attend], torch.Tensor]
+
+
 class _FiniteCache:
     """What the model sees of a float16 cache: keys and values that overflowed are stored as the largest number.
 
@@ -193,6 +208,12 @@ class CausalModel:
         self._embedding = self._hf.get_input_embeddings()
         self.num_parameters = sum(weight.numel() for weight in self._hf.parameters())  # tied ones once
         self._after_head = _after_head(hf.config)
+        self._attend: Attend = tree_attention
+        self._layers: Layers | None = None
+
+    def swap_layers(self, layers: Layers | None) -> None:
+        """Let `layers` do what Hugging Face's forward does for forward_block; None: undo that."""
+        self._layers = layers
 
     @property
     def module(self) -> torch.nn.Module:
@@ -247,6 +268,8 @@ class CausalModel:
 
     def forward_block(self, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
         """[R, H] -> hidden states [R, H] of the block's rows, whose KV is written behind their slots' contexts."""
+        if self._layers is not None:
+            return self._layers(embeds, self._begun(cache, block), block, self._attend)
         return self._run(cache, block, embeds).last_hidden_state[0]
 
     def forward_layers(self, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
@@ -255,11 +278,14 @@ class CausalModel:
         return torch.cat(self._run(cache, block, embeds, output_hidden_states=True).hidden_states)
 
     def _run(self, cache: SlotCache, block: Block, embeds: torch.Tensor, **also: bool) -> Any:
-        cache.begin(block)
-        seen = _FiniteCache(cache) if self.dtype is torch.float16 else cache
+        seen = self._begun(cache, block)
         return self._backbone(
             inputs_embeds=embeds[None], position_ids=block.positions, cache=seen, use_cache=True, block=block, **also
         )
+
+    def _begun(self, cache: SlotCache, block: Block) -> KeyValues:
+        cache.begin(block)
+        return _FiniteCache(cache) if self.dtype is torch.float16 else cache
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> [R, V], with all that the model does after its lm_head."""
@@ -279,11 +305,14 @@ class CausalModel:
             self._hf.set_attn_implementation(ATTENTION_NAME)
 
     @contextmanager
-    def attention_within(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Run wrap(tree attention) in its place, for a benchmark that times it."""
-        AttentionInterface.register(f"{ATTENTION_NAME}_wrapped", wrap(tree_attention))
+    def attention_within(self, wrap: Callable[[Attend], Attend]) -> Iterator[None]:
+        """Run wrap(tree attention) in its place."""
+        before = self.config._attn_implementation
+        self._attend = wrap(tree_attention)
+        AttentionInterface.register(f"{ATTENTION_NAME}_wrapped", self._attend)
         self._hf.set_attn_implementation(f"{ATTENTION_NAME}_wrapped")
         try:
             yield
         finally:
-            self._hf.set_attn_implementation(ATTENTION_NAME)
+            self._attend = tree_attention
+            self._hf.set_attn_implementation(before)

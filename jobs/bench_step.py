@@ -24,6 +24,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from esp_worker.accel.packed import LinearPart, PackedLinear
+from esp_worker.block import Block
+from esp_worker.cache import SlotCache
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
@@ -34,7 +36,7 @@ from jobs.ceiling import machine_line
 WARM_UP = 3
 PROFILED = 7  # steps; apart from those that are timed, as watching costs time too
 PARTS = ("linears", "attention", "lm_head", "engine", "other")
-_LINEARS = (nn.Linear, Conv1D, PackedLinear, LinearPart)
+_LINEARS = (nn.Linear, Conv1D, PackedLinear)
 
 
 @dataclass
@@ -117,9 +119,9 @@ class _Watch:
     def backbone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         timed = self.timed("backbone", forward)
 
-        def run(*args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
-            self.rows = inputs_embeds.shape[1]
-            return timed(*args, inputs_embeds=inputs_embeds, **kwargs)
+        def run(cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+            self.rows = block.rows
+            return timed(cache, block, embeds)
 
         return run
 
@@ -129,17 +131,17 @@ def _watched(model: CausalModel) -> Iterator[_Watch]:
     """Time the model's parts within. Each module's forward is wrapped: a hook would cost more than small layers do."""
     watch = _Watch()
     hf: Any = model.module
-    backbone = hf.base_model
-    wraps: list[tuple[Any, Callable[..., Any]]] = [
-        (hf.get_output_embeddings(), partial(watch.timed, "lm_head")),
-        (backbone, watch.backbone),
+    modules = [module.product if isinstance(module, LinearPart) else module for module in hf.base_model.modules()]
+    linears = {module for module in modules if isinstance(module, _LINEARS)}
+    wraps: list[tuple[Any, str, Callable[..., Any]]] = [
+        (model, "forward_block", watch.backbone),
+        (hf.get_output_embeddings(), "forward", partial(watch.timed, "lm_head")),
+        *((module, "forward", partial(watch.timed, "linears")) for module in linears),
     ]
-    linears = [module for module in backbone.modules() if isinstance(module, _LINEARS)]
-    wraps += [(module, partial(watch.timed, "linears")) for module in linears]
     with ExitStack() as stack:
-        for module, wrap in wraps:
-            module.forward = wrap(module.forward)
-            stack.callback(delattr, module, "forward")  # the class's own shows again
+        for owner, name, wrap in wraps:
+            setattr(owner, name, wrap(getattr(owner, name)))
+            stack.callback(delattr, owner, name)  # the class's own shows again
         stack.enter_context(model.attention_within(partial(watch.timed, "attention")))
         yield watch
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from esp_worker.accel import norms, packed
+from esp_worker.accel import layers, norms, packed
 from esp_worker.model import CausalModel
 
 
@@ -17,4 +17,5 @@ def accelerate(model: CausalModel) -> str:
     if reason is not None:
         return f"stock kernels ({reason})"
     linears, fused = packed.pack_linears(model.module), norms.fuse_norms(model.module)
-    return f"{linears} linear layers packed for oneDNN, {fused} norms fused"
+    straight = ", layers straightened" if layers.straighten(model) else ""
+    return f"{linears} linear layers packed for oneDNN, {fused} norms fused{straight}"

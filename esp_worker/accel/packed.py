@@ -29,7 +29,10 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return "this PyTorch has no oneDNN"
     try:
         weight, rows = torch.eye(32), torch.arange(64.0).reshape(1, 2, 32)
-        works = torch.equal(_linear(rows, _pack(weight), None), rows)
+        packed = _pack(weight)
+        works = torch.equal(_linear(rows, packed, None), rows) and torch.equal(
+            _linear(rows, packed, None, rows), 2 * rows
+        )
     except (AttributeError, RuntimeError) as error:
         return f"this PyTorch's packing operators differ: {str(error).splitlines()[0]}"
     return None if works else "this PyTorch's packing operators give wrong results"
@@ -53,7 +56,8 @@ def pack_linears(model: nn.Module) -> int:
 
 
 class PackedLinear(nn.Module):
-    """x [..., I] -> [..., O], as nn.Linear; of several layers with the same I, their outputs side by side."""
+    """x [..., I] -> [..., O], as nn.Linear; of several layers with the same I, their outputs side by side. residual
+    [..., O]: is added, at no cost of its own."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -63,8 +67,8 @@ class PackedLinear(nn.Module):
         weights = [linear.weight.detach() for linear in linears]
         self._packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))  # cat would copy even one
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _linear(x, self._packed, self.bias)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return _linear(x, self._packed, self.bias, residual)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -77,7 +81,7 @@ class SharedProduct:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.product = PackedLinear(*linears)
-        self._sizes = [linear.out_features for linear in linears]
+        self.sizes = [linear.out_features for linear in linears]
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # input and output of parts not yet taken
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +89,7 @@ class SharedProduct:
         given, output = self._waiting.pop(index, (None, None))
         if output is not None and given is x:
             return output
-        outputs = self.product(x).split(self._sizes, dim=-1)
+        outputs = self.product(x).split(self.sizes, dim=-1)
         self._waiting = {other: (x, each) for other, each in enumerate(outputs) if other != index}
         return outputs[index]
 
@@ -96,6 +100,12 @@ class LinearPart(nn.Module):
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
         self._shared, self._index = shared, index
+        self.out_features = shared.sizes[index]
+
+    @property
+    def product(self) -> PackedLinear:
+        """Of all siblings, their outputs side by side."""
+        return self._shared.product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._shared.part(self._index, x)
@@ -118,6 +128,10 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
 
 
-def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """[..., I] -> [..., O]."""
+    if residual is not None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

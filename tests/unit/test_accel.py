@@ -1,8 +1,9 @@
-"""Packed linear layers give what nn.Linear gives, in place of it."""
+"""Swapped-in kernels give what the modules that they replace give."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tiny import FAMILIES, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from esp_worker.accel import accelerate, norms, packed
+from esp_worker.accel import accelerate, layers, norms, packed
+from esp_worker.block import Block
 from esp_worker.model import CausalModel
 
 needs_packing = pytest.mark.skipif(
@@ -29,6 +31,9 @@ def test_packed_equals_linear(shape: tuple[int, ...], bias: bool) -> None:
         torch.testing.assert_close(packed.PackedLinear(linear)(x), linear(x), rtol=1e-5, atol=1e-5)
         strided = torch.randn(4, shape[-1], 6).transpose(1, 2)
         torch.testing.assert_close(packed.PackedLinear(linear)(strided), linear(strided), rtol=1e-5, atol=1e-5)
+        residual = torch.randn(*shape[:-1], 80)
+        got = packed.PackedLinear(linear)(x, residual)
+        torch.testing.assert_close(got, residual + linear(x), rtol=1e-5, atol=1e-5)
 
 
 @needs_packing
@@ -127,6 +132,68 @@ def test_parts_equal_their_layers(biases: tuple[bool, ...]) -> None:
         x.neg_()
         for index in (2, 0, 1):
             check(index, x)
+
+
+# Of FAMILIES, those whose layers are a Llama's. Granite and SmolLM 3 have the same parts, but do more.
+LLAMA_LIKE = {
+    *("llama", "llama3-rope", "llama-linear-rope", "llama-yarn-rope", "mistral", "mistral-full", "mistral-narrow"),
+    *("ministral", "qwen2", "qwen2-hybrid", "qwen3", "gemma"),
+}
+
+
+def random_model(family: str) -> CausalModel:
+    torch.manual_seed(0)
+    model = CausalModel(AutoModelForCausalLM.from_config(tiny_config(family)))
+    for name, parameter in model.module.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # they start as zeros and ones
+            parameter.data.normal_()
+    return model
+
+
+@torch.inference_mode()
+def chains(model: CausalModel, lengths: Sequence[int] = (3, 12, 30), rows: Sequence[int] = (4, 1, 3)) -> torch.Tensor:
+    """Hidden states of a chain of `rows` behind each slot's context."""
+    cache, draw = model.new_cache(len(lengths)), torch.Generator().manual_seed(1)
+
+    def embeds(count: int) -> torch.Tensor:
+        return model.embed(torch.randint(model.vocab_size, (count,), generator=draw))
+
+    for slot, length in enumerate(lengths):
+        model.forward_block(cache, Block.chain(slot, 0, length, model.device), embeds(length))
+    visible = [torch.ones(count, count, dtype=torch.bool).tril() for count in rows]
+    block = Block(0, lengths, [torch.arange(count) for count in rows], visible, model.device)
+    return model.forward_block(cache, block, embeds(sum(rows)))
+
+
+@needs_packing
+@pytest.mark.parametrize("family", FAMILIES)
+def test_straight_layers_give_what_the_modules_give(family: str) -> None:
+    """Of slots at different lengths, past a window where there is one, with blocks of different widths and of one."""
+    model = random_model(family)
+    before = chains(model), chains(model, (9,), (5,)), chains(model, (8, 8), (1, 1))
+    assert ("straightened" in accelerate(model)) == (family in LLAMA_LIKE)
+    after = chains(model), chains(model, (9,), (5,)), chains(model, (8, 8), (1, 1))
+    for got, wanted in zip(after, before, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@needs_packing
+def test_layers_that_compute_something_else_stay() -> None:
+    model = random_model("llama")
+    mlp = model.module.base_model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 1.01 * forward(x)
+    before = chains(model)
+    assert "straightened" not in accelerate(model)
+    torch.testing.assert_close(chains(model), before, rtol=1e-3, atol=1e-4)
+
+
+@needs_packing
+def test_layers_with_more_parts_stay() -> None:
+    model = random_model("llama")
+    model.module.base_model.layers[2].mlp.extra = nn.Identity()
+    packed.pack_linears(model.module)
+    assert not layers.straighten(model)
 
 
 @pytest.mark.parametrize(
