@@ -408,6 +408,7 @@ class Engine:
         if not running:
             return
         drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
+        drafting = time.perf_counter() - began
         self._make_columns(
             max(sequence.length + draft.shape.rows for sequence, draft in zip(running, drafts, strict=True))
         )
@@ -418,12 +419,12 @@ class Engine:
             step = Step(self.model, self._table.cache, running, drafts)
             verdicts, found = step.verify()
             self._commit(drafts, verdicts, found)
-            self._learn(step, verdicts)
+            drafting += self._learn(step, verdicts)
         finally:
             seconds = time.perf_counter() - began
             for sequence in running:
                 sequence.stats.engine_s += seconds / len(running)
-        self._lane.drafter.spent(seconds, sum(len(verdict.tokens) for verdict in verdicts))
+        self._lane.drafter.spent(seconds, drafting, sum(len(verdict.tokens) for verdict in verdicts))
         self._release()
 
     def _commit(
@@ -450,16 +451,18 @@ class Engine:
                     targets.append(length + target)
         self._table.cache.compact(slots, sources, targets)
 
-    def _learn(self, step: Step, verdicts: Sequence[Verdict]) -> None:
-        """Show the drafter what became of its drafts, of the sequences that go on."""
+    def _learn(self, step: Step, verdicts: Sequence[Verdict]) -> float:
+        """Show the drafter what became of its drafts, of the sequences that go on; seconds that this took."""
+        began = time.perf_counter()
         drafter, running = self._lane.drafter, self._table.running
         going = [slot for slot, sequence in enumerate(running) if sequence.ending is None]
         if not going:
-            return
+            return 0.0
         states = [running[slot].state for slot in going]
         if drafter.watch is not None:
             drafter.saw(states, step.seen(going, verdicts, drafter.watch))
         drafter.observe(states, [verdicts[slot].tokens for slot in going], step.probed(going, verdicts))
+        return time.perf_counter() - began
 
 
 def _out_of_memory(error: BaseException) -> str | None:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -20,6 +21,7 @@ from esp_worker.block import Block
 from esp_worker.cache import rounded
 from esp_worker.checkpoint import cache_folder
 from esp_worker.model import CausalModel
+from esp_worker.odds import Answer, named_codes
 from esp_worker.sampling import top_k
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,15 @@ class Successors:
     tokens: np.ndarray
     logprobs: np.ndarray
 
-    def of(self, token: int) -> tuple[list[int], list[float]] | None:
-        """(tokens, log-probabilities), None for a token that was not looked at."""
+    def of(self, token: int) -> Answer | None:
+        """None for a token that was not looked at."""
         if token >= len(self.tokens):
             return None
-        return self.tokens[token].tolist(), self.logprobs[token].tolist()
+        return Answer(self.tokens[token].tolist(), self._codes[token].tolist(), self.logprobs[token])
+
+    @cached_property
+    def _codes(self) -> np.ndarray:
+        return named_codes(np.exp(self.logprobs))
 
 
 NOBODYS = Successors(np.empty((0, BEST), np.int64), np.empty((0, BEST), np.float32))

@@ -31,8 +31,8 @@ class Rows(Protocol):
         """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
         ...
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        """What the step that was chosen last took and gave."""
+    def spent(self, seconds: float, drafting: float) -> None:
+        """What the step that was chosen last took; drafting: of it, seconds of drafting and of learning."""
         ...
 
 
@@ -48,7 +48,7 @@ class FixedRows:
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         return [self.most] * len(trees)
 
-    def spent(self, seconds: float, tokens: int) -> None:
+    def spent(self, seconds: float, drafting: float) -> None:
         return None
 
 
@@ -56,46 +56,65 @@ class BestRows:
     """The rows of most expected tokens a second, each where it is worth most: one a sequence, plain decoding's, where
     no draft pays.
 
-    The table's times are corrected by what plain and wider steps really take; while steps are wide, every
-    PLAIN_EVERY-th is plain, so that the comparison stays fresh. Where steps have been plain for a time, trees are
-    looked at in every LOOK_EVERY-th step alone.
+    The table's times are corrected by what plain and wider steps really take, and a wide step pays for its drafts too;
+    while steps are wide, PLAIN_FIRST behind the first WIDE_FIRST, and every PLAIN_EVERY-th, are plain, so that the
+    comparison is fresh. Where steps have been plain for a time, trees are looked at in every LOOK_EVERY-th step alone.
     """
 
+    WIDE_FIRST, PLAIN_FIRST = 8, 2
     PLAIN_EVERY, LOOK_EVERY = 64, 4
     GAIN = 1.02  # over plain decoding, below which a step stays plain
     _RATE = 0.1
+    _FORGET = 0.01  # of what wide steps took, with each plain one: else one slow moment would rule them out for ever
 
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
-        self._off = {False: 1.0, True: 1.0}  # measured seconds in the table's, of plain and of wide steps
+        # Of plain and of wide steps: measured seconds in the table's, and seconds of drafting for a sequence.
+        self._pace, self._drafting = {False: 1.0, True: 1.0}, {False: 0.0, True: 0.0}
+        self._known = {False: 0, True: 0}  # how many of each were measured
         self._steps = 0
         self._plain_for = 0  # steps since the last wide one
         self._seconds = self._widths * 1.0  # the table's, of each width of all sequences in the next step
         self._chosen = 1.0  # rows a sequence
+        self._batch = 1
+        self._looked = False
+        self._gain = 1.0  # of the last steps' choices over plain decoding
 
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
-        if self._plain_for > 2 * self.LOOK_EVERY and self._steps % self.LOOK_EVERY:
+        self._batch = batch
+        self._looked = self._plain_for <= 2 * self.LOOK_EVERY or not self._steps % self.LOOK_EVERY
+        if not self._looked:
             self._seconds = self._cost.seconds(batch, self._widths[:1], context)
             return NO_TREE
         self._seconds = self._cost.seconds(batch, self._widths, context)
         seconds = self._corrected(self._widths)
         per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
-        return min(max(float(per_row.min()) / float(seconds[0]), 1e-3), 1.0)
+        least = float(per_row.min() / seconds[0]) * max(0.8 * self._gain, 1.0)
+        return min(max(least, 1e-3), 1.0)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
-        worth_it = any(map(len, trees)) and self._steps % self.PLAIN_EVERY
-        nodes = self._best(trees) if worth_it else [0] * len(trees)
+        unknown = self._known[True] >= self.WIDE_FIRST and self._known[False] < self.PLAIN_FIRST
+        compare = unknown or not self._steps % self.PLAIN_EVERY
+        nodes = self._best(trees) if any(map(len, trees)) and not compare else [0] * len(trees)
         self._plain_for = 0 if any(nodes) else self._plain_for + 1
         self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
 
-    def spent(self, seconds: float, tokens: int) -> None:
+    def spent(self, seconds: float, drafting: float) -> None:
         expected = np.interp(self._chosen, self._widths[: len(self._seconds)], self._seconds)
-        ratio = min(max(seconds / float(expected), 0.25), 4.0)
+        ratio = min(max((seconds - drafting) / float(expected), 0.25), 4.0)
         wide = self._chosen > 1
-        self._off[wide] += self._RATE * (ratio - self._off[wide])
+        weight = max(self._RATE, 1 / (1 + self._known[wide]))
+        self._known[wide] += 1
+        self._pace[wide] += weight * (ratio - self._pace[wide])
+        if not self._known[not wide]:
+            self._pace[not wide] = self._pace[wide]  # until it is known, whatever slows all steps down
+        elif not wide:
+            self._pace[True] += self._FORGET * (self._pace[False] - self._pace[True])
+        if wide or not self._looked:
+            self._drafting[wide] += weight * (drafting / self._batch - self._drafting[wide])
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
@@ -106,11 +125,14 @@ class BestRows:
         tokens = len(trees) + np.append(0.0, probs[order].cumsum())
         rates = tokens / self._corrected(1 + np.arange(len(tokens)) / len(trees))
         best = int(rates.argmax())
-        if rates[best] < self.GAIN * rates[0]:
+        gain = float(rates[best] / rates[0])
+        self._gain += self._RATE * (gain - self._gain)
+        if gain < self.GAIN:
             best = 0
         return np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
 
     def _corrected(self, widths: np.ndarray) -> np.ndarray:
         """Seconds as they really are, of so many rows a sequence."""
-        seconds = np.interp(widths, self._widths, self._seconds)
-        return seconds * np.where(widths > 1, self._off[True], self._off[False])
+        seconds, wide = np.interp(widths, self._widths, self._seconds), widths > 1
+        pace = np.where(wide, self._pace[True], self._pace[False])
+        return seconds * pace + self._batch * np.where(wide, self._drafting[True], self._drafting[False])

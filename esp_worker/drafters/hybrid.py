@@ -16,8 +16,7 @@ is weighed as it will be drawn from: where it is right, its candidate ranked fir
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +26,7 @@ from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
 from esp_worker.drafters.recall import Context, Recall
-from esp_worker.odds import Candidate, Odds
+from esp_worker.odds import NAMED, NOT_NAMED, SILENT, Answer, Odds, Opinion, Place, named_codes
 from esp_worker.rows import Rows
 from esp_worker.sampling import gumbel_noise
 from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, grow_best_first, most_probable
@@ -37,10 +36,7 @@ LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of 
 PROBED = 16  # of a probe's candidates
 ROWS_PER_PROBE = 10
 
-# Codes of a source that gives probabilities: it knows nothing here; it does not name the token; above 1/2, 1/4, ..
-_NOTHING, _NOT_NAMED, _NAMED = 0, 1, 2
-_BINS = 7
-# The text's: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
+# The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
 
 # Weights that learning begins with, by source and code: learned from 52 prompts of Spec-Bench by SmolLM2-135M.
@@ -63,14 +59,14 @@ _PRIOR_PROBE = (0.0, -0.8, 1.0, 0.5, 0.2, 0.0, -0.3, -0.7, -1.2)
 
 @dataclass(slots=True)
 class HybridState:
-    """text: prompt and output, the root last; drawn: output tokens; proposed: of the tree drafted last, the candidates
-    behind each path; contexts: those of its rows."""
+    """text: prompt and output, the root last; drawn: output tokens; proposed: of the tree drafted last, what may follow
+    each path; contexts: those of its rows."""
 
     sampling: SamplingParams
     probe: ProbeState
     text: History
     drawn: int = 0
-    proposed: dict[tuple[int, ...], list[Candidate]] = field(default_factory=dict)
+    proposed: dict[tuple[int, ...], Place] = field(default_factory=dict)
     contexts: list[Context] = field(default_factory=list)
 
     @property
@@ -89,7 +85,7 @@ class HybridDrafter:
         self,
         embed: Callable[[torch.Tensor], torch.Tensor],
         rows: Rows,
-        successors: Callable[[int], tuple[list[int], list[float]] | None] = lambda token: None,
+        successors: Callable[[int], Answer | None] = lambda token: None,
     ) -> None:
         self._rows = rows
         self._successors = successors
@@ -134,13 +130,15 @@ class HybridDrafter:
     ) -> None:
         for state, run in zip(states, committed, strict=True):
             for place, token in enumerate(run):
-                self._odds.learn(state.proposed.get(tuple(run[:place]), ()), token)
+                proposed = state.proposed.get(tuple(run[:place]))
+                if proposed is not None:
+                    self._odds.learn(proposed, token)
             state.text.extend(run)
             state.drawn += len(run)
         self._probe.observe([state.probe for state in states], committed, probe_logits)
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        self._rows.spent(seconds, tokens)
+    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+        self._rows.spent(seconds, drafting)
 
     # ---- the tree
 
@@ -150,9 +148,9 @@ class HybridDrafter:
             return EMPTY_TREE
         tail = state.tail
 
-        def children(path: tuple[int, ...]) -> Iterator[tuple[int, float]]:
-            candidates = state.proposed[path] = self._candidates(state, tail, path)
-            return ((candidate.token, candidate.prob) for candidate in candidates)
+        def children(path: tuple[int, ...]) -> Sequence[tuple[int, float]]:
+            place = state.proposed[path] = self._place(state, tail, path)
+            return place.candidates
 
         return grow_best_first(children, self._rows.most - 1, room.max_depth, least)
 
@@ -164,61 +162,59 @@ class HybridDrafter:
         spare = rows - 1 - len(tree) if probes else 0
         return self._probe.block(tree, turn.room, min(spare, 1 + len(tree)))
 
-    def _candidates(self, state: HybridState, tail: Context, path: tuple[int, ...]) -> list[Candidate]:
-        """Of what may follow `path`, each with every source's code."""
+    def _place(self, state: HybridState, tail: Context, path: tuple[int, ...]) -> Place:
+        """What may follow `path`, with every source's opinion."""
         context = (*tail, *path)[-LONGEST:]
         answers = [*self._recall.answers(context), self._successors(context[-1]), _probed(state.probe.levels, path)]
-        followed = list(state.text.after(context))
-        silent = [*(_NOTHING if each is None else _NOT_NAMED for each in answers), _NOT_NAMED if followed else _NOTHING]
-        opinions: dict[int, list[int]] = {}
-        for source, answer in enumerate(answers):
-            if answer is not None:
-                for token, chance in self._chances(state, *answer, state.drawn + len(path)):
-                    opinions.setdefault(token, silent.copy())[source] = _NAMED + _bin(chance)
-        for token, code in _text_codes(followed):
-            opinions.setdefault(token, silent.copy())[-1] = code
-        return self._odds.candidates(opinions)
+        if state.sampling.temperature > 0:
+            answers = _as_drawn(answers, state.sampling, state.drawn + len(path))
+        opinions = [SILENT if each is None else _opinion(each) for each in answers]
+        return self._odds.place([*opinions, _text_opinion(state.text.after(context))])
 
-    def _chances(
-        self, state: HybridState, tokens: list[int], logprobs: list[float], position: int
-    ) -> Iterable[tuple[int, float]]:
-        """(token, how likely the row's own choice at that output position)."""
-        params = state.sampling
-        if params.temperature == 0:
-            return zip(tokens, map(math.exp, logprobs), strict=True)
-        noise = gumbel_noise(params.seed, params.sample_index, position, torch.tensor(tokens)).numpy()
-        scores = np.asarray(logprobs) / params.temperature + noise
+
+def _opinion(answer: Answer) -> Opinion:
+    return Opinion(NOT_NAMED, dict(zip(answer.tokens, answer.codes, strict=True)))
+
+
+def _as_drawn(answers: Sequence[Answer | None], params: SamplingParams, position: int) -> list[Answer | None]:
+    """The same answers by how likely each token is what the row itself draws at that output position."""
+    tokens = [token for answer in answers if answer is not None for token in answer.tokens]
+    if not tokens:
+        return list(answers)
+    noise = gumbel_noise(params.seed, params.sample_index, position, torch.tensor(tokens)).numpy()
+    drawn: list[Answer | None] = []
+    for answer in answers:
+        if answer is None:
+            drawn.append(None)
+            continue
+        scores = answer.logprobs / params.temperature + noise[: len(answer.tokens)]
+        noise = noise[len(answer.tokens) :]
         chances = np.exp(scores - scores.max())
-        return zip(tokens, (chances / chances.sum()).tolist(), strict=True)
+        drawn.append(answer._replace(codes=named_codes(chances / chances.sum()).tolist()))
+    return drawn
 
 
-def _probed(levels: Sequence[Candidates], path: tuple[int, ...]) -> tuple[list[int], list[float]] | None:
-    """What the probes say of the place behind `path`: (tokens, log-probabilities)."""
+def _probed(levels: Sequence[Candidates], path: tuple[int, ...]) -> Answer | None:
+    """What the probes say of the place behind `path`."""
     if len(path) >= len(levels):
         return None
     level = levels[len(path)]
-    return list(level.tokens[:PROBED]), [math.log(prob + 1e-30) for prob in level.probs[:PROBED]]
+    probs = np.asarray(level.probs[:PROBED])
+    return Answer(list(level.tokens[:PROBED]), named_codes(probs).tolist(), np.log(probs + 1e-30))
 
 
-def _bin(chance: float) -> int:
-    return min(1 - math.frexp(chance)[1], _BINS - 1) if chance < 1 else 0
-
-
-def _text_codes(followed: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int, int]]:
-    """(token, code) of what has followed, by the longest n-gram that it followed."""
-    named: set[int] = set()
+def _text_opinion(followed: Iterable[tuple[int, list[int]]]) -> Opinion:
+    """Of what has followed, by the longest n-gram that it followed; followed: longest first."""
+    codes: dict[int, int] = {}
     for size, tokens in followed:
+        first, newest = NAMED + _KINDS * (size - 1), tokens[-1]
         distinct = set(tokens)
-        for token in distinct - named:
-            yield token, _NAMED + _KINDS * (size - 1) + _kind(token, tokens)
-        named |= distinct
-
-
-def _kind(token: int, followed: Sequence[int]) -> int:
-    """Of _KINDS, by all that followed the n-gram, `token` among it."""
-    if followed.count(token) == len(followed):
-        return 0 if len(followed) == 1 else 1
-    return 2 if token == followed[-1] else 3
+        if len(distinct) == 1:
+            codes.setdefault(newest, first if len(tokens) == 1 else first + 1)
+            continue
+        for token in distinct:
+            codes.setdefault(token, first + 2 if token == newest else first + 3)
+    return Opinion(NOT_NAMED, codes) if codes else SILENT
 
 
 def _contexts(tail: Context, tree: TokenTree) -> list[Context]:

@@ -14,6 +14,7 @@ from esp_worker.drafters.base import Prompt, Room, Seen, Turn
 from esp_worker.drafters.hybrid import HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import ORDERS, Recall
+from esp_worker.odds import Answer, named_codes
 from esp_worker.rows import FixedRows
 from esp_worker.sampling import gumbel_noise
 from esp_worker.tree import Draft
@@ -25,8 +26,16 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 def hybrid(rows: int = 6, known: dict[int, list[int]] | None = None) -> HybridDrafter:
     table = known or {}
-    successors = {token: (best, [-0.1 - rank for rank in range(len(best))]) for token, best in table.items()}
+    successors = {token: answer(best, [-0.1 - rank for rank in range(len(best))]) for token, best in table.items()}
     return HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), FixedRows(rows), successors.get)
+
+
+def answer(tokens: list[int], logprobs: list[float]) -> Answer:
+    return Answer(tokens, named_codes(np.exp(logprobs)).tolist(), np.array(logprobs))
+
+
+def said(answers: Sequence[Answer | None]) -> list[tuple[list[int], list[float]] | None]:
+    return [None if each is None else (each.tokens, each.logprobs.tolist()) for each in answers]
 
 
 def start(drafter: HybridDrafter, ids: Sequence[int], first: int, sampling: SamplingParams = GREEDY) -> HybridState:
@@ -56,7 +65,7 @@ def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int
     answers = np.array([[row, row + 1] for row in range(len(contexts))])
     recall.learn(contexts, answers, -answers.astype(np.float32))
     for asked in [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]:
-        for size, got in zip(ORDERS, recall.answers(asked), strict=True):
+        for size, got in zip(ORDERS, said(recall.answers(asked)), strict=True):
             rows = [row for row, context in enumerate(contexts) if context[-size:] == asked[-size:]]
             assert got == (([rows[-1], rows[-1] + 1], [-rows[-1], -rows[-1] - 1.0]) if rows else None)
 
@@ -64,15 +73,15 @@ def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int
 def test_contexts_that_share_a_place_do_not_answer_for_each_other() -> None:
     recall = Recall(best=1, bits=0)  # one place for all
     recall.learn([(1,), (2,)], np.array([[5], [6]]), np.zeros((2, 1), np.float32))
-    assert recall.answers((1,)) == [None, None, None]
-    assert recall.answers((2,)) == [([6], [0.0]), None, None]
+    assert said(recall.answers((1,))) == [None, None, None]
+    assert said(recall.answers((2,))) == [([6], [0.0]), None, None]
 
 
 def test_short_texts_have_short_contexts() -> None:
     recall = Recall(best=1)
     recall.learn([(7,)], np.array([[5]]), np.zeros((1, 1), np.float32))
-    assert recall.answers((7,)) == [([5], [0.0]), None, None]
-    assert recall.answers((1, 2, 7)) == [([5], [0.0]), None, None]
+    assert said(recall.answers((7,))) == [([5], [0.0]), None, None]
+    assert said(recall.answers((1, 2, 7))) == [([5], [0.0]), None, None]
 
 
 @given(texts, st.lists(texts, max_size=3), st.integers(1, 4))
@@ -127,8 +136,10 @@ def test_a_rejected_rows_answer_is_recalled_behind_its_own_path() -> None:
     made = draft(drafter, state)
     assert made.tree.tokens == (5,)
     drafter.saw([state], [seen([4, 5], [0], [[1], [2]])])  # the node was not taken
-    assert drafter._recall.answers((9, 4, 5))[2] == drafter._recall.answers((5,))[0]
-    assert drafter._recall.answers((9, 4, 5))[2][0][0] == 2
+    behind = said(drafter._recall.answers((9, 4, 5)))
+    assert behind[2] == said(drafter._recall.answers((5,)))[0]
+    assert behind[2] is not None
+    assert behind[2][0][0] == 2
 
 
 def test_a_row_that_is_kept_has_the_last_word() -> None:
@@ -138,7 +149,9 @@ def test_a_row_that_is_kept_has_the_last_word() -> None:
     assert set(tree.tokens) == {5}
     rows = 1 + len(tree)
     drafter.saw([state], [seen([5] * rows, [0], [[10 + row] for row in range(rows)])])
-    assert drafter._recall.answers((5,))[0][0][0] == 10
+    newest = drafter._recall.answers((5,))[0]
+    assert newest is not None
+    assert newest.tokens[0] == 10
 
 
 def test_rows_fit_the_budget_and_probes_take_what_no_node_does() -> None:
@@ -160,7 +173,7 @@ def test_a_sampled_rows_own_noise_ranks_the_candidates() -> None:
     """Two answers alike: the one that the noise of that position favours comes first, for each seed."""
     for seed in range(12):
         drafter = hybrid(rows=2, known={3: [8, 7]})
-        drafter._successors = {3: ([8, 7], [-0.7, -0.7])}.get
+        drafter._successors = {3: answer([8, 7], [-0.7, -0.7])}.get
         state = start(drafter, [1, 2], 3, SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed))
         noise = gumbel_noise(seed, 0, 1, torch.tensor([8, 7]))
         assert draft(drafter, state).tree.tokens == ((8, 7)[int(noise.argmax())],)
@@ -170,12 +183,11 @@ def test_learning_needs_no_row_of_the_candidate() -> None:
     """Width 1 verifies nothing, and the odds still learn who was right."""
     drafter = hybrid(rows=1)
     state = start(drafter, [4, 5, 4, 5, 4, 5, 4], 5)
-    before = drafter._odds.candidates({4: list(drafter._candidates(state, state.tail, ())[0].codes)})[0].prob
+    before = dict(drafter._place(state, state.tail, ()).candidates)[4]
     for token in (4, 5) * 20:
         assert not len(draft(drafter, state).tree)
         drafter.observe([state], [[token]], [torch.zeros(0, 9)])
-    codes = next(each.codes for each in drafter._candidates(state, state.tail, ()) if each.token == 4)
-    assert drafter._odds.candidates({4: list(codes)})[0].prob > max(before, 0.8)
+    assert dict(drafter._place(state, state.tail, ()).candidates)[4] > max(before, 0.8)
 
 
 @pytest.mark.parametrize("rows", [2, 9, 30])

@@ -57,16 +57,54 @@ def test_what_steps_really_take_corrects_the_table() -> None:
     chosen = []
     for _ in range(60):
         (width,) = after_look(rows, [chain(0.5, 0.2)])
-        rows.spent(1.0 if width == 1 else 3.0, 1)
+        rows.spent(1.0 if width == 1 else 3.0, 0.0)
         chosen.append(width)
     assert chosen[0] == 3
     assert chosen[-20:] == [1] * 20
 
 
+@pytest.mark.parametrize(("drafting", "wide"), [(0.1, True), (0.9, False)])
+def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
+    """Two tokens of a step, minus what drafting takes beside it: 0.1 of a plain step is worth it, 0.9 is not."""
+    rows = BestRows(Costs(1.0, 0.0), most=8)
+    chosen = []
+    for _ in range(40):
+        least = rows.least(1, 100)
+        chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.7)])
+        looked = 0.0 if least == NO_TREE else drafting
+        rows.spent(1.0 + looked, looked)
+    assert chosen[0] == 2
+    assert (chosen[-10:] == [2] * 10) == wide
+    assert (chosen[-10:] == [1] * 10) != wide
+
+
+def test_a_slow_machine_is_no_reason_against_wide_steps() -> None:
+    """Everything takes thrice what the table says, and no plain step has been measured yet."""
+    rows = BestRows(Costs(1.0, 0.05), most=8)
+    for _ in range(BestRows.WIDE_FIRST):
+        assert after_look(rows, [chain(0.7)]) == [2]
+        rows.spent(3.15, 0.0)
+
+
+def test_one_slow_moment_is_forgotten() -> None:
+    rows = BestRows(Costs(1.0, 0.0), most=8)
+    chosen = []
+    for step in range(600):
+        (width,) = after_look(rows, [chain(0.5)])
+        rows.spent(4.0 if 5 <= step < 30 and width > 1 else 1.0, 0.0)
+        chosen.append(width)
+    assert chosen[28:36] == [1] * 8
+    assert chosen[-40:].count(2) >= 30
+
+
 def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
     rows = BestRows(Costs(1.0, 0.0), most=8)
-    chosen = [after_look(rows, [chain(0.9)]) for _ in range(3 * BestRows.PLAIN_EVERY)]
-    assert chosen.count([1]) == 3
+    chosen = []
+    for _ in range(3 * BestRows.PLAIN_EVERY):
+        chosen += after_look(rows, [chain(0.9)])
+        rows.spent(1.0, 0.0)
+    assert chosen.count(1) == 3 + BestRows.PLAIN_FIRST
+    assert chosen.index(1) == BestRows.WIDE_FIRST
 
 
 def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
@@ -76,7 +114,7 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
         least = rows.least(1, 100)
         looks += least != NO_TREE
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
-        rows.spent(1.0, 1)
+        rows.spent(1.0, 0.0)
     assert looks < 200 / BestRows.LOOK_EVERY + 3 * BestRows.LOOK_EVERY
 
 
