@@ -34,7 +34,7 @@ from esp_worker.types import SamplingParams
 
 LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of a path
 PROBED = 16  # of a probe's candidates
-ROWS_PER_PROBE = 10
+ROWS_PER_PROBE = 15
 
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
