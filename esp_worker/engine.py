@@ -165,6 +165,11 @@ class Engine:
         return [sequence.request.request_id for sequence in self._table.sequences]
 
     @property
+    def running_tokens(self) -> int:
+        """Output tokens so far of the requests in slots."""
+        return sum(len(sequence.output) for sequence in self._table.sequences)
+
+    @property
     def memory_plan(self) -> str:
         """One line on the KV cache, for the log."""
         column = self._table.cache.column_bytes

@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
-        self._drafted: float | None = None
+        self._drafted = 0.0  # when
         self.rows = 0
 
     def step(self, engine: Engine) -> tuple[list[Completion], dict[str, float] | None]:
@@ -44,9 +44,9 @@ class Watch:
 
         A step prefills first: drafting begins its decoding.
         """
-        self._drafted = None
+        before = self._drafted
         done = engine.step()
-        if self._drafted is None:
+        if self._drafted == before:
             return done, None
         total, seconds = time.perf_counter() - self._drafted, self._seconds
         parts = {name: seconds[name] for name in ("linears", "attention", "lm_head")}
