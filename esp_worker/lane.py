@@ -12,12 +12,12 @@ from esp_worker.sequence import ActiveSequence
 
 
 class Lane:
-    """Sequences that have lost their slots come first, in their own order. Then the new ones, those of the largest
-    token limit first, equal ones as they came: a long one begun last would run on beside empty slots, and limits are
-    all that is known of lengths.
+    """Sequences that have lost their slots come first, in their own order. Then the new ones: the largest token limit
+    first, equal ones as they came. A long one that is begun last runs on beside empty slots, and limits are all that is
+    known of lengths.
 
-    A short one may wait until no longer one does. It waits for ever only where longer ones never end to come, and a
-    job's do end, or wait for it: batches that are not whole are in hand, and only so many may be.
+    A short one may wait until no longer one does. That is not for ever: a job's rows come to an end, and only so many
+    batches are in an actor at once, so that those with a row still waiting keep others from coming.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -6,7 +6,8 @@
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
 alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
-line of stdout is one JSON document.
+line of stdout is one JSON document. `decode` gives the time while all slots are taken and the tail apart, and the
+shares of a decode step's parts (jobs.watch) from a run that is not timed.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def decoded(requests: Iterable[Request]) -> tuple[dict[str, tuple[int, ...]], in
 
 
 def test_a_long_one_that_comes_last_does_not_run_on_beside_empty_slots() -> None:
-    """16 short ones keep four slots busy for as long as the long one needs, whenever it comes. Tokens never depend on
-    the order."""
+    """Twelve short ones keep three slots busy for nearly as long as the long one needs the fourth, whenever it comes.
+    Tokens never depend on the order."""
     limits = [10] * 12 + [41]
     requests = [Request(str(i), prompt(5, i), SamplingParams(max_new_tokens=limit)) for i, limit in enumerate(limits)]
     outputs, steps, empty = decoded(requests)
