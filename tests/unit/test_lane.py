@@ -17,7 +17,9 @@ from esp_worker.types import Request, SamplingParams
 
 def lane_of(*limits: int) -> tuple[Lane, list[ActiveSequence]]:
     lane = Lane(NoDrafter())
-    sequences = [ActiveSequence(Request(str(limit), (1,), SamplingParams(limit)), lane.drafter, limit) for limit in limits]
+    sequences = [
+        ActiveSequence(Request(str(limit), (1,), SamplingParams(limit)), lane.drafter, limit) for limit in limits
+    ]
     for sequence in sequences:
         lane.add(sequence)
     return lane, sequences
