@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from esp_worker.block import Block
 from esp_worker.cache import rounded
 from esp_worker.drafters.base import Drafter, Prompt, Seen
+from esp_worker.lane import Lane
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
 from esp_worker.sequence import ActiveSequence
@@ -38,12 +37,6 @@ _GIB = 1 << 30
 
 class RequestError(ValueError):
     """A request that this engine can never decode (empty or too long prompt, token outside the vocabulary)."""
-
-
-@dataclass(slots=True)
-class _Lane:
-    drafter: Drafter
-    waiting: deque[ActiveSequence] = field(default_factory=deque)
 
 
 class Engine:
@@ -87,7 +80,7 @@ class Engine:
         self.max_length = max_length or model.context_length
         self.prefill_tokens = prefill_tokens
         self.prefix_reuse = prefix_reuse
-        self._lanes = {drafter.name: _Lane(drafter) for drafter in drafters}
+        self._lanes = {drafter.name: Lane(drafter) for drafter in drafters}
         self._lane = next(iter(self._lanes.values()))
         self._table = SlotTable(model.new_cache(slots))
         self.cache_bytes = cache_budget(model.device) if cache_bytes is None else cache_bytes
@@ -165,6 +158,11 @@ class Engine:
         return [sequence.request.request_id for sequence in self._table.sequences]
 
     @property
+    def running_tokens(self) -> int:
+        """Output tokens so far of the requests in slots."""
+        return sum(len(sequence.output) for sequence in self._table.sequences)
+
+    @property
     def memory_plan(self) -> str:
         """One line on the KV cache, for the log."""
         column = self._table.cache.column_bytes
@@ -182,9 +180,10 @@ class Engine:
     def restart_alone(self) -> None:
         """Start the sequences in slots again from their prompts, one at a time, before any other (after a step that
         failed: the one that fails alone is the culprit)."""
-        for sequence in reversed(self._settle(self._table.clear())):
+        sequences = self._settle(self._table.clear())
+        for sequence in sequences:
             sequence.restart(alone=True)
-            self._lane.waiting.appendleft(sequence)
+        self._lane.put_back(sequences)
 
     def step(self) -> list[Completion]:
         """Fill free slots, run one block for every running sequence, return those that ended."""
@@ -214,16 +213,16 @@ class Engine:
     def _unfinished(self) -> Iterator[ActiveSequence]:
         yield from self._table.sequences
         for lane in self._lanes.values():
-            yield from lane.waiting
+            yield from lane
 
     def _enqueue(self, request: Request, method: str | None) -> ActiveSequence:
         self.check(request)
         lane = self._lane_of(method)
         sequence = ActiveSequence(request, lane.drafter, token_limit(request, self.max_length))
-        lane.waiting.append(sequence)
+        lane.add(sequence)
         return sequence
 
-    def _lane_of(self, method: str | None) -> _Lane:
+    def _lane_of(self, method: str | None) -> Lane:
         if method is None:
             return next(iter(self._lanes.values()))
         if method not in self._lanes:
@@ -236,22 +235,22 @@ class Engine:
         """The sequence to prefill: the one that has begun, else the next of the lane where a slot is free."""
         if self._table.filling is not None:
             return self._table.filling
-        if not self._table.running and not self._lane.waiting:
-            self._lane = next((lane for lane in self._lanes.values() if lane.waiting), self._lane)
-        waiting, running = self._lane.waiting, self._table.running
-        while waiting and (waiting[0].cancelled or not waiting[0].limit):
-            skipped = waiting.popleft()
+        if not self._table.running and not self._lane:
+            self._lane = next((lane for lane in self._lanes.values() if lane), self._lane)
+        lane, running = self._lane, self._table.running
+        while lane and (lane.head.cancelled or not lane.head.limit):
+            skipped = lane.pop()
             if not skipped.cancelled:  # max_new_tokens 0
                 skipped.ending = Ending(FinishReason.LENGTH)
                 self._finish(skipped)
-        if not waiting or (running and (waiting[0].alone or running[0].alone)):
+        if not lane or (running and (lane.head.alone or running[0].alone)):
             return None
         if not self._table.free:
-            self._make_slots(waiting[0])
+            self._make_slots(lane.head)
         if not self._table.free:
             return None
-        self._table.place(waiting[0], self.prefix_reuse)
-        return waiting.popleft()
+        self._table.place(lane.head, self.prefix_reuse)
+        return lane.pop()
 
     def _release(self) -> None:
         """Take ended and cancelled sequences out of their slots."""
@@ -273,9 +272,9 @@ class Engine:
 
     def _wait_again(self, sequences: Sequence[ActiveSequence]) -> None:
         """Back to the head of the lane, in order; their context is computed again, their output stays."""
-        for sequence in reversed(sequences):
+        for sequence in sequences:
             sequence.filled = 0
-            self._lane.waiting.appendleft(sequence)
+        self._lane.put_back(sequences)
 
     # ---- memory
 

@@ -6,7 +6,8 @@
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
 alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
-line of stdout is one JSON document.
+line of stdout is one JSON document. `decode` gives the time while all slots are taken and the tail apart, and the
+shares of a decode step's parts (jobs.watch) from a run that is not timed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import argparse
 import json
 import random
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -30,56 +29,20 @@ from rich.table import Table
 from esp_worker.accel import accelerate
 from esp_worker.calibrate import cost_key, step_cost
 from esp_worker.checkpoint import Checkpoint, ModelError, resolve
-from esp_worker.cost import StepCost
-from esp_worker.engine import Engine
 from esp_worker.model import CausalModel, load_model
-from esp_worker.prime import Successors, successors
-from esp_worker.types import Completion, Request, SamplingParams
+from esp_worker.prime import successors
+from esp_worker.types import Request, SamplingParams
 from jobs import bench_ablation, bench_alignment, bench_step, specbench
 from jobs.ablation_tables import TABLES
 from jobs.ceiling import ceiling_line, machine_line, measure_ceiling, workload_line
 from jobs.runtime import machine, versions
+from jobs.side_runs import SideRuns, Timing
 from jobs.sides import Side, add_decoder_arguments, make_sides, numbers, positive
 from pipeline.config import parse_decoder
 from pipeline.errors import ConfigError
-from pipeline.methods import make_drafters
 from pipeline.prepare import load_tokenizer
 
 LONGEST_PROMPT_CHARS = 900  # longer prompts are left out unless --max-chars says otherwise
-
-
-@dataclass
-class Timing:
-    """What the repeats of one side gave; counts are of the last one (they vary with block complexity auto alone)."""
-
-    seconds: list[float] = field(default_factory=list)
-    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)  # decode calls of each request
-    rows: int = 0
-    plain_steps: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, seconds: float, done: Sequence[Completion]) -> None:
-        self.seconds.append(seconds)
-        self.outputs = {completion.request_id: completion.token_ids for completion in done}
-        self.calls = {completion.request_id: completion.stats.decode_calls for completion in done}
-        self.rows = sum(completion.stats.rows_computed for completion in done)
-        self.plain_steps = sum(completion.stats.plain_steps for completion in done)
-        self.prefill_tokens = sum(completion.stats.prefill_tokens for completion in done)
-        self.cached_tokens = sum(completion.stats.cached_tokens for completion in done)
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(tokens) for tokens in self.outputs.values())
-
-    @property
-    def decode_calls(self) -> int:
-        return sum(self.calls.values())
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / median(self.seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return _measure(options, make_sides(options))
+    sides = make_sides(options)
+    runs, about, results = _measure(options, sides)
+    return about, [result | {"profile": runs.profile(side)} for side, result in zip(sides, results, strict=True)]
 
 
 def _ablation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -104,11 +69,13 @@ def _ablation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[st
     bench_ablation.check_prompts(table, [category for _, category in read_rows(options)])
     configs = [parse_decoder({"method": "ar"}), *bench_ablation.side_configs(table)]
     sides = [Side(config, slots, varied=bench_ablation.varied(config)) for slots in options.slots for config in configs]
-    about, results = _measure(options, sides)
+    _, about, results = _measure(options, sides)
     return about | {"table": bench_ablation.table_document(table, results)}, results
 
 
-def _measure(options: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _measure(
+    options: argparse.Namespace, sides: Sequence[Side]
+) -> tuple[SideRuns, dict[str, Any], list[dict[str, Any]]]:
     """The sides on the prompts that the options name."""
     checkpoint = resolve(options.model)
     model, about = _load(options, checkpoint)
@@ -126,15 +93,16 @@ def _measure(options: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[s
     key = cost_key(model, checkpoint.identity, about["kernels"])
     cost = lru_cache(maxsize=1)(lambda: step_cost(model, key, max(options.slots), model.context_length))
     known = lru_cache(maxsize=1)(lambda: successors(model, checkpoint.identity))
-    timings = run_sides(model, sides, requests, options.repeat, cost, known)
-    paired = list(zip(sides, timings, strict=True))
+    runs = SideRuns(model, requests, cost, known)
+    paired = list(zip(sides, runs.time(sides, options.repeat), strict=True))
     plain = {(side.slots, side.prefix_reuse): timing for side, timing in paired if side.config.method == "ar"}
     truth = next((timing.outputs for side, timing in paired if side.config.method == "ar"), None)
-    return about, [
+    results = [
         _result(side, timing, plain.get((side.slots, side.prefix_reuse)), truth)
         | {"by_category": _by_category(timing, categories)}
         for side, timing in paired
     ]
+    return runs, about, results
 
 
 def _alignment(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -172,34 +140,6 @@ def _load(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[CausalMo
     }
 
 
-def run_sides(
-    model: CausalModel,
-    sides: Sequence[Side],
-    requests: Sequence[Request],
-    repeat: int,
-    cost: Callable[[], StepCost],
-    known: Callable[[], Successors],
-) -> list[Timing]:
-    """Every side once per repeat, in turn, each time with an engine that has seen none of the prompts; a short run of
-    each first, which is not counted."""
-
-    def new_engine(side: Side) -> Engine:
-        drafters = make_drafters(side.config, model, cost, known)
-        return Engine(model, drafters, slots=side.slots, prefix_reuse=side.prefix_reuse)
-
-    for side in sides:
-        list(new_engine(side).generate(requests[:1]))
-    timings = [Timing() for _ in sides]
-    for number in range(repeat):
-        for side, timing in zip(sides, timings, strict=True):
-            engine = new_engine(side)
-            began = time.perf_counter()
-            done = list(engine.generate(requests))
-            timing.add(time.perf_counter() - began, done)
-            print(f"repeat {number + 1}: {side.label}", file=sys.stderr)
-    return timings
-
-
 def _result(
     side: Side, timing: Timing, plain: Timing | None, truth: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, Any]:
@@ -217,6 +157,8 @@ def _result(
         "tokens": timing.tokens,
         "seconds": round(median(timing.seconds), 3),
         "tokens_per_s": round(timing.tokens_per_s, 2),
+        "steady_tokens_per_s": _rounded(timing.steady_tokens_per_s, 2),
+        "tail_seconds": _rounded(timing.tail_seconds, 3),
         "tau": round(after_first / timing.decode_calls, 4) if timing.decode_calls else None,
         "rows_per_call": round(timing.rows / timing.decode_calls, 2) if timing.decode_calls else None,
         "plain_call_share": round(timing.plain_steps / timing.decode_calls, 3) if timing.decode_calls else None,
@@ -226,6 +168,10 @@ def _result(
         "exact_match_rate": None if same is None else sum(same) / len(same),
         "speedup_vs_ar": None if plain is None else round(timing.tokens_per_s / plain.tokens_per_s, 3),
     }
+
+
+def _rounded(figure: float | None, digits: int) -> float | None:
+    return None if figure is None else round(figure, digits)
 
 
 def _by_category(timing: Timing, categories: Mapping[str, str | None]) -> dict[str, dict[str, int]]:
@@ -286,6 +232,8 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
     varied = list(dict.fromkeys(key for result in results for key in result["varied"]))
     figures = {
         "tokens/s": "tokens_per_s",
+        "steady": "steady_tokens_per_s",
+        "tail s": "tail_seconds",
         "vs ar": "speedup_vs_ar",
         "tau": "tau",
         "rows/call": "rows_per_call",

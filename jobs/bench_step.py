@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from esp_worker.accel.packed import LinearPart, PackedLinear
-from esp_worker.block import Block
-from esp_worker.cache import SlotCache
+from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.none import NoDrafter
 from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
 from esp_worker.types import Request, SamplingParams
 from jobs.ceiling import machine_line
+from jobs.watch import PARTS, Watch, shares, watched
 
 WARM_UP = 3
 PROFILED = 7  # steps; apart from those that are timed, as watching costs time too
-PARTS = ("linears", "attention", "lm_head", "engine", "other")
-_LINEARS = (nn.Linear, Conv1D, PackedLinear)
 
 
 @dataclass
@@ -51,8 +42,7 @@ class StepTiming:
     @property
     def profile(self) -> dict[str, float]:
         """Share of each part in a step."""
-        middle = {name: median(seconds) for name, seconds in self.parts.items()}
-        return {name: round(seconds / sum(middle.values()), 4) for name, seconds in middle.items()}
+        return shares({name: median(seconds) for name, seconds in self.parts.items()})
 
 
 def measure_steps(
@@ -69,7 +59,10 @@ def measure_steps(
             f"--context {context}: {steps} steps may need {new} tokens more, and the model's context is "
             f"{model.context_length}; lower --context or --repeat"
         )
-    timings = {count: StepTiming(_running_engine(model, count, slots, context, new)) for count in rows}
+    drafters = {count: _drafter(model, count) for count in rows}
+    timings = {
+        count: StepTiming(_running_engine(model, drafter, slots, context, new)) for count, drafter in drafters.items()
+    }
     for _ in range(WARM_UP):
         for timing in timings.values():
             timing.engine.step()
@@ -78,18 +71,21 @@ def measure_steps(
             began = time.perf_counter()
             timing.engine.step()
             timing.seconds.append(time.perf_counter() - began)
-    with _watched(model) as watch:
+    with watched(model, list(drafters.values())) as watch:
         for _ in range(PROFILED):
             for timing in timings.values():
                 _profile_step(timing, watch)
     return timings
 
 
-def _running_engine(model: CausalModel, rows: int, slots: int, context: int, new: int) -> Engine:
-    """An engine whose slots are all decoding."""
+def _drafter(model: CausalModel, rows: int) -> Drafter:
     if rows > 1 and (rows % 2 or rows < 4):
         raise ValueError(f"--rows {rows}: with one mask a block has 1 row, or an even number of at least 4")
-    drafter = NoDrafter() if rows == 1 else ProbeDrafter(model.embed, masks=1, block_complexity=rows)
+    return NoDrafter() if rows == 1 else ProbeDrafter(model.embed, masks=1, block_complexity=rows)
+
+
+def _running_engine(model: CausalModel, drafter: Drafter, slots: int, context: int, new: int) -> Engine:
+    """An engine whose slots are all decoding."""
     engine = Engine(model, [drafter], slots=slots, prefix_reuse=False)
     draw = random.Random(0)
     for slot in range(slots):
@@ -100,61 +96,11 @@ def _running_engine(model: CausalModel, rows: int, slots: int, context: int, new
     return engine
 
 
-class _Watch:
-    """Seconds by part, and all rows of the latest pass."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.rows = 0
-
-    def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            out = work(*args, **kwargs)
-            self.seconds[part] += time.perf_counter() - began
-            return out
-
-        return run
-
-    def backbone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self.timed("backbone", forward)
-
-        def run(cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
-            self.rows = block.rows
-            return timed(cache, block, embeds)
-
-        return run
-
-
-@contextmanager
-def _watched(model: CausalModel) -> Iterator[_Watch]:
-    """Time the model's parts within. Each module's forward is wrapped: a hook would cost more than small layers do."""
-    watch = _Watch()
-    hf: Any = model.module
-    modules = [module.product if isinstance(module, LinearPart) else module for module in hf.base_model.modules()]
-    linears = {module for module in modules if isinstance(module, _LINEARS)}
-    wraps: list[tuple[Any, str, Callable[..., Any]]] = [
-        (model, "forward_block", watch.backbone),
-        (hf.get_output_embeddings(), "forward", partial(watch.timed, "lm_head")),
-        *((module, "forward", partial(watch.timed, "linears")) for module in linears),
-    ]
-    with ExitStack() as stack:
-        for owner, name, wrap in wraps:
-            setattr(owner, name, wrap(getattr(owner, name)))
-            stack.callback(delattr, owner, name)  # the class's own shows again
-        stack.enter_context(model.attention_within(partial(watch.timed, "attention")))
-        yield watch
-
-
-def _profile_step(timing: StepTiming, watch: _Watch) -> None:
-    watch.seconds.clear()
-    began = time.perf_counter()
-    timing.engine.step()
-    total, seconds = time.perf_counter() - began, watch.seconds
-    for name in ("linears", "attention", "lm_head"):
-        timing.parts[name].append(seconds[name])
-    timing.parts["engine"].append(total - seconds["backbone"] - seconds["lm_head"])
-    timing.parts["other"].append(seconds["backbone"] - seconds["linears"] - seconds["attention"])
+def _profile_step(timing: StepTiming, watch: Watch) -> None:
+    _, parts = watch.step(timing.engine)
+    assert parts is not None  # all its slots are decoding
+    for name, seconds in parts.items():
+        timing.parts[name].append(seconds)
     timing.rows = watch.rows // len(timing.engine.running)
 
 
@@ -209,6 +155,6 @@ def print_steps(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) 
         table.add_row(*cells, *(f"{result['profile'][part]:.1%}" for part in PARTS))
     console.print(table)
     console.print(
-        "engine: draft, verify, commit, compaction; other: norms, rotary embedding, cache writes, activations",
+        "draft_verify: also commit, compaction; other: norms, rotary embedding, cache writes, activations",
         highlight=False,
     )

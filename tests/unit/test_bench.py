@@ -41,9 +41,24 @@ def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.Captur
         assert result["exact_match_rate"] == 1.0
         assert result["tau"] >= 1.0
         assert 1.0 <= result["rows_per_call"] <= (result["bc"] or 1)
+        assert set(result["profile"]) == {"linears", "attention", "lm_head", "draft_verify", "other"}
+        assert sum(result["profile"].values()) == pytest.approx(1, abs=1e-3)
+        assert min(result["profile"].values()) > 0
+        assert result["steady_tokens_per_s"] > 0
+        assert result["tail_seconds"] >= 0
     plain = results[0]
     assert (plain["tau"], plain["rows_per_call"], plain["speedup_vs_ar"]) == (1.0, 1.0, 1.0)
     assert all(r["decode_calls"] <= plain["decode_calls"] for r in results)
+
+
+def test_where_there_is_no_decode_step_and_no_steady_phase_the_figures_are_missing(
+    tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--slots", "4", "--new", "1", "--repeat", "1", "--threads", str(torch.get_num_threads())]
+    assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options]) == 0
+    for result in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]:
+        assert result["tokens"] == 4
+        assert (result["profile"], result["steady_tokens_per_s"], result["tail_seconds"]) == (None, None, None)
 
 
 def test_a_repeat_has_learnt_nothing_from_the_one_before(
