@@ -31,8 +31,8 @@ class Rows(Protocol):
         """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
         ...
 
-    def spent(self, seconds: float, drafting: float) -> None:
-        """What the step that was chosen last took; drafting: of it, seconds of drafting and of learning."""
+    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+        """What the step that was chosen last took and gave; drafting: of it, seconds of drafting and of learning."""
         ...
 
 
@@ -48,7 +48,7 @@ class FixedRows:
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         return [self.most] * len(trees)
 
-    def spent(self, seconds: float, drafting: float) -> None:
+    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
         return None
 
 
@@ -58,13 +58,15 @@ class BestRows:
 
     The table's times are corrected by what plain and wider steps really take, and a wide step pays for its drafts too;
     while steps are wide, PLAIN_FIRST behind the first WIDE_FIRST, and every PLAIN_EVERY-th, are plain, so that the
-    comparison is fresh. Where steps have been plain for a time, trees are looked at in every LOOK_EVERY-th step alone.
+    comparison is fresh. Where steps have been plain for a time, trees are looked at in every LOOK_EVERY-th step alone,
+    and less and less often down to every LONGEST_WAIT-th.
     """
 
     WIDE_FIRST, PLAIN_FIRST = 8, 2
-    PLAIN_EVERY, LOOK_EVERY = 64, 4
-    GAIN = 1.02  # over plain decoding, below which a step stays plain
+    PLAIN_EVERY, LOOK_EVERY, LONGEST_WAIT = 64, 4, 32
+    GAIN = 1.04  # over plain decoding, below which a step stays plain
     _RATE = 0.1
+    _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
     _FORGET = 0.01  # of what wide steps took, with each plain one: else one slow moment would rule them out for ever
 
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
@@ -80,11 +82,15 @@ class BestRows:
         self._batch = 1
         self._looked = False
         self._gain = 1.0  # of the last steps' choices over plain decoding
+        self._promised = 0.0  # drafted tokens that the next step should accept
+        # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
+        self._expected = self._accepted = self._PRIOR
 
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
         self._batch = batch
-        self._looked = self._plain_for <= 2 * self.LOOK_EVERY or not self._steps % self.LOOK_EVERY
+        wait = min(self.LOOK_EVERY * (1 + self._plain_for // 16), self.LONGEST_WAIT)
+        self._looked = self._plain_for <= self.LOOK_EVERY or not self._steps % wait
         if not self._looked:
             self._seconds = self._cost.seconds(batch, self._widths[:1], context)
             return NO_TREE
@@ -102,7 +108,7 @@ class BestRows:
         self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
 
-    def spent(self, seconds: float, drafting: float) -> None:
+    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
         expected = np.interp(self._chosen, self._widths[: len(self._seconds)], self._seconds)
         ratio = min(max((seconds - drafting) / float(expected), 0.25), 4.0)
         wide = self._chosen > 1
@@ -113,6 +119,9 @@ class BestRows:
             self._pace[not wide] = self._pace[wide]  # until it is known, whatever slows all steps down
         elif not wide:
             self._pace[True] += self._FORGET * (self._pace[False] - self._pace[True])
+        if wide:
+            self._expected = self._KEEP * self._expected + self._promised
+            self._accepted = self._KEEP * self._accepted + tokens - self._batch
         if wide or not self._looked:
             self._drafting[wide] += weight * (drafting / self._batch - self._drafting[wide])
 
@@ -122,13 +131,14 @@ class BestRows:
         owner = np.repeat(np.arange(len(trees)), [len(tree) for tree in trees])
         probs = np.concatenate([np.asarray(tree.probs, np.float64) for tree in trees])
         order = np.argsort(-probs, kind="stable")
-        tokens = len(trees) + np.append(0.0, probs[order].cumsum())
-        rates = tokens / self._corrected(1 + np.arange(len(tokens)) / len(trees))
+        drafted = self._accepted / self._expected * np.append(0.0, probs[order].cumsum())
+        rates = (len(trees) + drafted) / self._corrected(1 + np.arange(len(drafted)) / len(trees))
         best = int(rates.argmax())
         gain = float(rates[best] / rates[0])
         self._gain += self._RATE * (gain - self._gain)
         if gain < self.GAIN:
             best = 0
+        self._promised = float(probs[order[:best]].sum())
         return np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
 
     def _corrected(self, widths: np.ndarray) -> np.ndarray:

@@ -92,7 +92,8 @@ class HybridDrafter:
         self._probe = ProbeDrafter(embed, masks=self.masks, block_complexity=2 * (PROBED + 1), probe_owners=1)
         self._recall = Recall()
         self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
-        self.watch: Watch | None = Watch(best=self._recall.best, probs="best")
+        self._watch = Watch(best=self._recall.best, probs="best")
+        self.watch: Watch | None = self._watch
 
     def start(self, prompt: Prompt) -> HybridState:
         return HybridState(prompt.sampling, self._probe.start(prompt), History(prompt.ids, LONGEST))
@@ -102,6 +103,7 @@ class HybridDrafter:
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         least = self._rows.least(len(turns), max(turn.length for turn in turns))
+        self.watch = self._watch if least <= 1 else None  # where nothing pays, not even looking at the answers does
         trees = [self._grow(turn.state, turn.room, least) for turn in turns]
         rows = self._rows.choose(trees)
         return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
@@ -138,7 +140,7 @@ class HybridDrafter:
         self._probe.observe([state.probe for state in states], committed, probe_logits)
 
     def spent(self, seconds: float, drafting: float, tokens: int) -> None:
-        self._rows.spent(seconds, drafting)
+        self._rows.spent(seconds, drafting, tokens)
 
     # ---- the tree
 

@@ -15,7 +15,7 @@ from esp_worker.drafters.hybrid import HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
-from esp_worker.rows import FixedRows
+from esp_worker.rows import NO_TREE, FixedRows
 from esp_worker.sampling import gumbel_noise
 from esp_worker.tree import Draft
 from esp_worker.types import SamplingParams
@@ -188,6 +188,23 @@ def test_learning_needs_no_row_of_the_candidate() -> None:
         assert not len(draft(drafter, state).tree)
         drafter.observe([state], [[token]], [torch.zeros(0, 9)])
     assert dict(drafter._place(state, state.tail, ()).candidates)[4] > max(before, 0.8)
+
+
+def test_where_no_draft_pays_the_answers_are_not_looked_at() -> None:
+    class Never(FixedRows):
+        pays = False
+
+        def least(self, batch: int, context: int) -> float:
+            return 0.01 if self.pays else NO_TREE
+
+    rows = Never(4)
+    drafter = HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), rows)
+    state = start(drafter, [4, 5, 6, 9], 4)
+    assert not len(draft(drafter, state).tree)
+    assert drafter.watch is None
+    rows.pays = True
+    assert len(draft(drafter, state).tree)
+    assert drafter.watch is not None
 
 
 @pytest.mark.parametrize("rows", [2, 9, 30])

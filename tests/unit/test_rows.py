@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_what_steps_really_take_corrects_the_table() -> None:
     chosen = []
     for _ in range(60):
         (width,) = after_look(rows, [chain(0.5, 0.2)])
-        rows.spent(1.0 if width == 1 else 3.0, 0.0)
+        rows.spent(1.0 if width == 1 else 3.0, 0.0, width)
         chosen.append(width)
     assert chosen[0] == 3
     assert chosen[-20:] == [1] * 20
@@ -72,10 +73,24 @@ def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
         least = rows.least(1, 100)
         chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.7)])
         looked = 0.0 if least == NO_TREE else drafting
-        rows.spent(1.0 + looked, looked)
+        rows.spent(1.0 + looked, looked, 2)
     assert chosen[0] == 2
     assert (chosen[-10:] == [2] * 10) == wide
     assert (chosen[-10:] == [1] * 10) != wide
+
+
+@pytest.mark.parametrize(("kept", "width"), [(True, 2), (False, 1)])
+def test_promises_that_are_not_kept_count_less(kept: bool, width: int) -> None:
+    """A drafted token is worth it when it comes as often as it is promised, and not when it never comes."""
+    rows = BestRows(Costs(1.0, 0.2), most=8)
+    promise = random.Random(0)
+    chosen = []
+    for _ in range(150):
+        chosen += after_look(rows, [chain(0.5)])
+        comes = kept and chosen[-1] > 1 and promise.random() < 0.5
+        rows.spent(1.0 + 0.2 * (chosen[-1] - 1), 0.0, 1 + comes)
+    assert chosen[0] == 2
+    assert max(chosen[-40:], key=chosen[-40:].count) == width
 
 
 def test_a_slow_machine_is_no_reason_against_wide_steps() -> None:
@@ -83,7 +98,7 @@ def test_a_slow_machine_is_no_reason_against_wide_steps() -> None:
     rows = BestRows(Costs(1.0, 0.05), most=8)
     for _ in range(BestRows.WIDE_FIRST):
         assert after_look(rows, [chain(0.7)]) == [2]
-        rows.spent(3.15, 0.0)
+        rows.spent(3.15, 0.0, 2)
 
 
 def test_one_slow_moment_is_forgotten() -> None:
@@ -91,10 +106,10 @@ def test_one_slow_moment_is_forgotten() -> None:
     chosen = []
     for step in range(600):
         (width,) = after_look(rows, [chain(0.5)])
-        rows.spent(4.0 if 5 <= step < 30 and width > 1 else 1.0, 0.0)
+        rows.spent(4.0 if 5 <= step < 30 and width > 1 else 1.0, 0.0, width)
         chosen.append(width)
     assert chosen[28:36] == [1] * 8
-    assert chosen[-40:].count(2) >= 30
+    assert chosen[-40:].count(2) >= 30, "and wide steps are chosen again"
 
 
 def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
@@ -102,20 +117,21 @@ def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
     chosen = []
     for _ in range(3 * BestRows.PLAIN_EVERY):
         chosen += after_look(rows, [chain(0.9)])
-        rows.spent(1.0, 0.0)
+        rows.spent(1.0, 0.0, 2)
     assert chosen.count(1) == 3 + BestRows.PLAIN_FIRST
     assert chosen.index(1) == BestRows.WIDE_FIRST
 
 
 def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     rows = BestRows(Costs(1.0, 1.0), most=8)
-    looks = 0
-    for _ in range(200):
+    looks = []
+    for step in range(400):
         least = rows.least(1, 100)
-        looks += least != NO_TREE
+        looks += [step] * (least != NO_TREE)
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
-        rows.spent(1.0, 0.0)
-    assert looks < 200 / BestRows.LOOK_EVERY + 3 * BestRows.LOOK_EVERY
+        rows.spent(1.0, 0.0, 1)
+    assert len(looks) < 40
+    assert max(b - a for a, b in itertools.pairwise(looks)) == BestRows.LONGEST_WAIT
 
 
 def test_no_node_that_could_pay_lies_below_the_least() -> None:
