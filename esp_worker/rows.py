@@ -67,7 +67,8 @@ class BestRows:
     GAIN = 1.04  # over plain decoding, below which a step stays plain
     _RATE = 0.1
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
-    _FORGET = 0.01  # of what wide steps took, with each plain one: else one slow moment would rule them out for ever
+    # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
+    _FORGET, _FORGIVE = 0.01, 0.001
 
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
@@ -122,6 +123,8 @@ class BestRows:
         if wide:
             self._expected = self._KEEP * self._expected + self._promised
             self._accepted = self._KEEP * self._accepted + tokens - self._batch
+        else:
+            self._accepted += self._FORGIVE * (self._expected - self._accepted)
         if wide or not self._looked:
             self._drafting[wide] += weight * (drafting / self._batch - self._drafting[wide])
 

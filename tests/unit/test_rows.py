@@ -93,6 +93,16 @@ def test_promises_that_are_not_kept_count_less(kept: bool, width: int) -> None:
     assert max(chosen[-40:], key=chosen[-40:].count) == width
 
 
+def test_broken_promises_are_forgotten() -> None:
+    rows = BestRows(Costs(1.0, 0.05), most=8)
+    chosen = []
+    for step in range(1500):
+        chosen += after_look(rows, [chain(0.5)])
+        rows.spent(1.0 + 0.05 * (chosen[-1] - 1), 0.0, chosen[-1] if step >= 500 else 1)
+    assert chosen[400:500].count(2) < 25, "each costs a twentieth of a step"
+    assert chosen[-100:].count(2) > 80
+
+
 def test_a_slow_machine_is_no_reason_against_wide_steps() -> None:
     """Everything takes thrice what the table says, and no plain step has been measured yet."""
     rows = BestRows(Costs(1.0, 0.05), most=8)
