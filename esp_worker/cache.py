@@ -1,4 +1,4 @@
-"""Slot cache: one preallocated KV tensor, a contiguous context per slot, compaction after each step.
+"""Slot cache: preallocated keys and values, a contiguous context per slot, compaction after each step.
 
 S slots, T columns, G key/value heads, D head size, B slots and R rows of a block (block.py). Slot s holds its context
 in columns [0, L_s); a step writes its rows behind it and `compact` moves the accepted ones to where the context
@@ -25,7 +25,8 @@ def rounded(columns: int) -> int:
 class SlotCache:
     """KV of all layers: keys and values [layers, S, G, T, D] each.
 
-    On a CPU, keys of one dimension lie side by side, as a product of few queries with all keys reads them.
+    On a CPU, keys of one dimension lie side by side, as a product of few queries with all keys reads them (not in 16
+    bits, where attention.py has no such product).
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class SlotCache:
         layers, heads, size = self._fixed
         dtype, device = self._kind
         values = torch.zeros(layers, slots, heads, columns, size, dtype=dtype, device=device)
-        if device.type != "cpu":
+        if device.type != "cpu" or dtype.itemsize < 4:
             return torch.zeros_like(values), values
         return torch.zeros(layers, slots, heads, size, columns, dtype=dtype).transpose(3, 4), values
 

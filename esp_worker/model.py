@@ -307,12 +307,13 @@ class CausalModel:
     @contextmanager
     def attention_within(self, wrap: Callable[[Attend], Attend]) -> Iterator[None]:
         """Run wrap(tree attention) in its place."""
-        before = self.config._attn_implementation
+        name, before = f"{ATTENTION_NAME}_wrapped", (self.config._attn_implementation, self._attend)
         self._attend = wrap(tree_attention)
-        AttentionInterface.register(f"{ATTENTION_NAME}_wrapped", self._attend)
-        self._hf.set_attn_implementation(f"{ATTENTION_NAME}_wrapped")
+        AttentionInterface.register(name, self._attend)
+        self._hf.set_attn_implementation(name)
         try:
             yield
         finally:
-            self._attend = tree_attention
-            self._hf.set_attn_implementation(before)
+            AttentionInterface.register(name, tree_attention)  # the registry would keep what `wrap` holds
+            implementation, self._attend = before
+            self._hf.set_attn_implementation(implementation)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -38,16 +37,16 @@ class Successors:
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    _codes: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_codes", named_codes(np.exp(self.logprobs)))
 
     def of(self, token: int) -> Answer | None:
         """None for a token that was not looked at."""
         if token >= len(self.tokens):
             return None
         return Answer(self.tokens[token].tolist(), self._codes[token].tolist(), self.logprobs[token])
-
-    @cached_property
-    def _codes(self) -> np.ndarray:
-        return named_codes(np.exp(self.logprobs))
 
 
 NOBODYS = Successors(np.empty((0, BEST), np.int64), np.empty((0, BEST), np.float32))

@@ -73,9 +73,10 @@ class BestRows:
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
-        # Of plain and of wide steps: measured seconds in the table's, and seconds of drafting for a sequence.
-        self._pace, self._drafting = {False: 1.0, True: 1.0}, {False: 0.0, True: 0.0}
-        self._known = {False: 0, True: 0}  # how many of each were measured
+        # Of plain and of wide steps: measured seconds in the table's, and how many were measured.
+        self._pace, self._known = {False: 1.0, True: 1.0}, {False: 0, True: 0}
+        # Of steps that looked at no trees, and that did: seconds of drafting for a sequence, and how many.
+        self._drafting, self._drafted = {False: 0.0, True: 0.0}, {False: 0, True: 0}
         self._steps = 0
         self._plain_for = 0  # steps since the last wide one
         self._seconds = self._widths * 1.0  # the table's, of each width of all sequences in the next step
@@ -103,8 +104,10 @@ class BestRows:
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         unknown = self._known[True] >= self.WIDE_FIRST and self._known[False] < self.PLAIN_FIRST
-        compare = unknown or not self._steps % self.PLAIN_EVERY
+        compare = unknown or not (self._plain_for or self._steps % self.PLAIN_EVERY)
         nodes = self._best(trees) if any(map(len, trees)) and not compare else [0] * len(trees)
+        if self._looked and not any(map(len, trees)):
+            self._gain += self._RATE * (1 - self._gain)  # or the last text's gain would hide this one's candidates
         self._plain_for = 0 if any(nodes) else self._plain_for + 1
         self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
@@ -125,8 +128,14 @@ class BestRows:
             self._accepted = self._KEEP * self._accepted + tokens - self._batch
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
-        if wide or not self._looked:
-            self._drafting[wide] += weight * (drafting / self._batch - self._drafting[wide])
+        self._spent_drafting(drafting / self._batch)
+
+    def _spent_drafting(self, seconds: float) -> None:
+        known, old = self._drafted[self._looked], self._drafting[self._looked]
+        if known:
+            seconds = min(seconds, 4 * old)
+        self._drafting[self._looked] += max(self._RATE, 1 / (1 + known)) * (seconds - old)
+        self._drafted[self._looked] += 1
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose

@@ -57,7 +57,7 @@ def straighten(model: CausalModel) -> bool:
         layers = StraightLayers(backbone, [settings for _, settings in handed])
         model.swap_layers(layers)
         given = model.forward_block(cache, block, embeds)
-    if torch.dist(given, wanted) > 1e-4 * wanted.norm():
+    if not torch.dist(given, wanted) <= 1e-4 * wanted.norm():  # nor where it is no number
         model.swap_layers(None)
         return False
     return True

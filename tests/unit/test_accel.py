@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 
@@ -186,6 +187,25 @@ def test_layers_that_compute_something_else_stay() -> None:
     before = chains(model)
     assert "straightened" not in accelerate(model)
     torch.testing.assert_close(chains(model), before, rtol=1e-3, atol=1e-4)
+
+
+@needs_packing
+def test_layers_that_give_no_numbers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama")
+    monkeypatch.setattr(layers.StraightLayers, "__call__", lambda self, x, *given: torch.full_like(x, torch.nan))
+    assert "straightened" not in accelerate(model)
+    assert chains(model).isfinite().all()
+
+
+@needs_packing
+def test_a_model_that_goes_takes_its_packed_weights_along() -> None:
+    model = random_model("llama")
+    accelerate(model)
+    weight = weakref.ref(model.module.base_model.layers[0].self_attn.q_proj.product)
+    assert weight() is not None
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 @needs_packing

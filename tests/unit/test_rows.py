@@ -122,6 +122,51 @@ def test_one_slow_moment_is_forgotten() -> None:
     assert chosen[-40:].count(2) >= 30, "and wide steps are chosen again"
 
 
+def test_one_slow_drafting_is_forgotten() -> None:
+    """The first one may look up what later ones find."""
+    rows = BestRows(Costs(0.03, 0.002), most=8)
+    chosen = []
+    for step in range(1500):
+        least = rows.least(1, 100)
+        chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.6)])
+        looked = 0.0 if least == NO_TREE else (0.08 if step in (0, 700) else 0.001)
+        rows.spent(0.03 + 0.002 * (chosen[-1] - 1) + looked, looked, 1 + (chosen[-1] > 1 and step % 5 < 3))
+    assert chosen[500:700].count(2) > 150
+    assert chosen[-200:].count(2) > 150
+
+
+def test_a_text_that_repeats_itself_does_not_hide_the_next_ones_candidates() -> None:
+    rows = BestRows(Costs(1.0, 0.3), most=8)
+    chosen = []
+    for step in range(1500):
+        least = rows.least(1, 100)
+        likely = chain(0.99, 0.98, 0.97, 0.96) if step < 300 else chain(0.5)
+        kept = tuple(prob for prob in likely.probs if prob >= least)
+        chosen += rows.choose([chain(*kept) if kept else EMPTY_TREE])
+        comes = chosen[-1] - 1 if step < 300 else (chosen[-1] > 1) * (step % 2)
+        rows.spent(1.0 + 0.3 * (chosen[-1] - 1), 0.0, 1 + comes)
+    assert chosen[100:300].count(5) > 150
+    assert chosen[-200:].count(2) > 100
+
+
+def test_no_look_is_in_vain() -> None:
+    """Among plain steps, whatever is looked at may be taken."""
+    rows = BestRows(Costs(1.0, 1.0), most=8)
+    for _ in range(300):
+        least = rows.least(1, 100)
+        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
+        rows.spent(1.0, 0.0, 1)
+    rows._cost = Costs(1.0, 0.0)
+    for _ in range(BestRows.LONGEST_WAIT):
+        if rows.least(1, 100) != NO_TREE:
+            assert rows.choose([chain(0.9)]) == [2]
+            break
+        rows.choose([EMPTY_TREE])
+        rows.spent(1.0, 0.0, 1)
+    else:
+        pytest.fail("no look")
+
+
 def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
     rows = BestRows(Costs(1.0, 0.0), most=8)
     chosen = []
