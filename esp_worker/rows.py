@@ -52,6 +52,19 @@ class FixedRows:
         return None
 
 
+class _Mean:
+    """Of all measurements while there are few, then of the newest."""
+
+    _RATE = 0.1
+
+    def __init__(self, guess: float) -> None:
+        self.value, self.count = guess, 0
+
+    def add(self, measured: float) -> None:
+        self.count += 1
+        self.value += max(self._RATE, 1 / self.count) * (measured - self.value)
+
+
 class BestRows:
     """The rows of most expected tokens a second, each where it is worth most: one a sequence, plain decoding's, where
     no draft pays.
@@ -73,10 +86,8 @@ class BestRows:
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
-        # Of plain and of wide steps: measured seconds in the table's, and how many were measured.
-        self._pace, self._known = {False: 1.0, True: 1.0}, {False: 0, True: 0}
-        # Of steps that looked at no trees, and that did: seconds of drafting for a sequence, and how many.
-        self._drafting, self._drafted = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+        self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
+        self._drafting = {looked: _Mean(0.0) for looked in (False, True)}  # seconds of drafting for a sequence
         self._steps = 0
         self._plain_for = 0  # steps since the last wide one
         self._seconds = self._widths * 1.0  # the table's, of each width of all sequences in the next step
@@ -103,7 +114,7 @@ class BestRows:
         return min(max(least, 1e-3), 1.0)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
-        unknown = self._known[True] >= self.WIDE_FIRST and self._known[False] < self.PLAIN_FIRST
+        unknown = self._pace[True].count >= self.WIDE_FIRST and self._pace[False].count < self.PLAIN_FIRST
         compare = unknown or not (self._plain_for or self._steps % self.PLAIN_EVERY)
         nodes = self._best(trees) if any(map(len, trees)) and not compare else [0] * len(trees)
         if self._looked and not any(map(len, trees)):
@@ -114,28 +125,24 @@ class BestRows:
 
     def spent(self, seconds: float, drafting: float, tokens: int) -> None:
         expected = np.interp(self._chosen, self._widths[: len(self._seconds)], self._seconds)
-        ratio = min(max((seconds - drafting) / float(expected), 0.25), 4.0)
         wide = self._chosen > 1
-        weight = max(self._RATE, 1 / (1 + self._known[wide]))
-        self._known[wide] += 1
-        self._pace[wide] += weight * (ratio - self._pace[wide])
-        if not self._known[not wide]:
-            self._pace[not wide] = self._pace[wide]  # until it is known, whatever slows all steps down
-        elif not wide:
-            self._pace[True] += self._FORGET * (self._pace[False] - self._pace[True])
+        self._took(wide, min(max((seconds - drafting) / float(expected), 0.25), 4.0))
         if wide:
             self._expected = self._KEEP * self._expected + self._promised
             self._accepted = self._KEEP * self._accepted + tokens - self._batch
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
-        self._spent_drafting(drafting / self._batch)
+        usual, drafting = self._drafting[self._looked], drafting / self._batch
+        usual.add(min(drafting, 4 * usual.value) if usual.count else drafting)
 
-    def _spent_drafting(self, seconds: float) -> None:
-        known, old = self._drafted[self._looked], self._drafting[self._looked]
-        if known:
-            seconds = min(seconds, 4 * old)
-        self._drafting[self._looked] += max(self._RATE, 1 / (1 + known)) * (seconds - old)
-        self._drafted[self._looked] += 1
+    def _took(self, wide: bool, ratio: float) -> None:
+        """A step took `ratio` times the table's seconds."""
+        plain_pace, wide_pace = self._pace[False], self._pace[True]
+        self._pace[wide].add(ratio)
+        if not self._pace[not wide].count:
+            self._pace[not wide].value = self._pace[wide].value  # until it is known, whatever slows all steps down
+        elif not wide:
+            wide_pace.value += self._FORGET * (plain_pace.value - wide_pace.value)
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
@@ -156,5 +163,6 @@ class BestRows:
     def _corrected(self, widths: np.ndarray) -> np.ndarray:
         """Seconds as they really are, of so many rows a sequence."""
         seconds, wide = np.interp(widths, self._widths, self._seconds), widths > 1
-        pace = np.where(wide, self._pace[True], self._pace[False])
-        return seconds * pace + self._batch * np.where(wide, self._drafting[True], self._drafting[False])
+        pace = np.where(wide, self._pace[True].value, self._pace[False].value)
+        drafting = np.where(wide, self._drafting[True].value, self._drafting[False].value)
+        return seconds * pace + self._batch * drafting
