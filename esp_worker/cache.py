@@ -25,13 +25,21 @@ def rounded(columns: int) -> int:
 class SlotCache:
     """KV of all layers: keys and values [layers, S, G, T, D] each.
 
-    On a CPU, keys of one dimension lie side by side, as a product of few queries with all keys reads them (not in 16
-    bits, where attention.py has no such product).
+    by_dimension: keys of one dimension lie side by side in memory, not those of one column.
     """
 
     def __init__(
-        self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        by_dimension: bool = False,
     ) -> None:
+        self._by_dimension = by_dimension
         self._fixed = layers, kv_heads, head_dim
         self._kind = dtype, device
         self._keys, self._values = self._zeros(slots, 0)
@@ -44,9 +52,9 @@ class SlotCache:
         layers, heads, size = self._fixed
         dtype, device = self._kind
         values = torch.zeros(layers, slots, heads, columns, size, dtype=dtype, device=device)
-        if device.type != "cpu" or dtype.itemsize < 4:
+        if not self._by_dimension:
             return torch.zeros_like(values), values
-        return torch.zeros(layers, slots, heads, size, columns, dtype=dtype).transpose(3, 4), values
+        return torch.zeros(layers, slots, heads, size, columns, dtype=dtype, device=device).transpose(3, 4), values
 
     @property
     def slots(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from esp_worker.attention import ATTENTION_NAME, tree_attention
+from esp_worker.attention import ATTENTION_NAME, reads_keys_by_dimension, tree_attention
 from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.checkpoint import ModelError, progress_bars_on_terminals_only
@@ -250,6 +250,7 @@ class CausalModel:
             head_dim=head_dim,
             dtype=self.dtype,
             device=self.device,
+            by_dimension=reads_keys_by_dimension(self.device, self.dtype),
         )
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

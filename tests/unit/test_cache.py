@@ -13,10 +13,16 @@ from esp_worker.cache import SlotCache
 LAYERS, SLOTS, HEADS, SIZE = 2, 3, 2, 4
 
 
-@pytest.fixture
-def cache() -> SlotCache:
+@pytest.fixture(params=[False, True], ids=["by column", "by dimension"])
+def cache(request: pytest.FixtureRequest) -> SlotCache:
     return SlotCache(
-        layers=LAYERS, slots=SLOTS, kv_heads=HEADS, head_dim=SIZE, dtype=torch.float64, device=torch.device("cpu")
+        layers=LAYERS,
+        slots=SLOTS,
+        kv_heads=HEADS,
+        head_dim=SIZE,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        by_dimension=request.param,
     )
 
 
