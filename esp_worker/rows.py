@@ -6,12 +6,14 @@ what a step costs, never its tokens, and there is no clock here: times come in.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from esp_worker.cost import MAX_ROWS, Costs
+from esp_worker.cost import MAX_ROWS, PartedCosts
 from esp_worker.tree import TokenTree
 
 NO_TREE = 2.0  # no P reaches it
@@ -55,14 +57,41 @@ class FixedRows:
 class _Mean:
     """Of all measurements while there are few, then of the newest."""
 
-    _RATE = 0.1
-
-    def __init__(self, guess: float) -> None:
-        self.value, self.count = guess, 0
+    def __init__(self, guess: float, rate: float = 0.1) -> None:
+        self.value, self.count, self._rate = guess, 0, rate
 
     def add(self, measured: float) -> None:
         self.count += 1
-        self.value += max(self._RATE, 1 / self.count) * (measured - self.value)
+        self.value += max(self._rate, 1 / self.count) * (measured - self.value)
+
+
+class _Looks:
+    """Which steps look at trees, with batches of about one size: all while that pays; else as many as LOOKING of the
+    time allows, and fewer and fewer. What pays is what has paid, whatever was expected."""
+
+    FIRST = 8  # looks before that is known
+    LOOKING, LONGEST_WAIT = 0.01, 32
+
+    def __init__(self) -> None:
+        self._saved = _Mean(0.0, rate=0.05)  # by a step that looked, in plain steps
+        self._idle, self._left = 0, 0  # steps since looking paid, and until the next look
+
+    def due(self, price: float) -> bool:
+        """Whether the next step looks; price: of that, in plain steps."""
+        if self._saved.count < self.FIRST or self._saved.value > 0:
+            self._idle = self._left = 0
+            return True
+        self._idle += 1
+        self._left -= 1
+        if self._left > 0:
+            return False
+        often = max(math.ceil(price / self.LOOKING), 1)
+        self._left = min(often * (1 + self._idle // 16), self.LONGEST_WAIT)
+        return True
+
+    def looked(self, saved: float) -> None:
+        """A step did, and saved so many plain steps."""
+        self._saved.add(saved)
 
 
 class BestRows:
@@ -71,29 +100,30 @@ class BestRows:
 
     The table's times are corrected by what plain and wider steps really take, and a wide step pays for its drafts too;
     while steps are wide, PLAIN_FIRST behind the first WIDE_FIRST, and every PLAIN_EVERY-th, are plain, so that the
-    comparison is fresh. Where steps have been plain for a time, trees are looked at in every LOOK_EVERY-th step alone,
-    and less and less often down to every LONGEST_WAIT-th.
+    comparison is fresh. Where looking at trees does not pay, few steps do (_Looks).
     """
 
     WIDE_FIRST, PLAIN_FIRST = 8, 2
-    PLAIN_EVERY, LOOK_EVERY, LONGEST_WAIT = 64, 4, 32
+    PLAIN_EVERY = 64
     GAIN = 1.04  # over plain decoding, below which a step stays plain
     _RATE = 0.1
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
     # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
-    _FORGET, _FORGIVE = 0.01, 0.001
+    _FORGET, _FORGIVE = 0.003, 0.001
 
-    def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
+    def __init__(self, cost: PartedCosts, most: int = MAX_ROWS) -> None:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
-        self._drafting = {looked: _Mean(0.0) for looked in (False, True)}  # seconds of drafting for a sequence
+        # Seconds of drafting for a row, in steps that look at trees and in those that do not.
+        self._drafting = {looked: _Mean(0.0) for looked in (False, True)}
         self._steps = 0
-        self._plain_for = 0  # steps since the last wide one
-        self._seconds = self._widths * 1.0  # the table's, of each width of all sequences in the next step
-        self._chosen = 1.0  # rows a sequence
+        # The table's, of each width of all sequences in the next step: without attention, and of attention.
+        self._seconds = self._widths * 1.0, self._widths * 0.0
+        self._chosen = 1.0, 1  # rows a sequence, and the widest one's
         self._batch = 1
         self._looked = False
+        self._looks_of: defaultdict[int, _Looks] = defaultdict(_Looks)  # by size of batch
         self._gain = 1.0  # of the last steps' choices over plain decoding
         self._promised = 0.0  # drafted tokens that the next step should accept
         # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
@@ -102,38 +132,45 @@ class BestRows:
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
         self._batch = batch
-        wait = min(self.LOOK_EVERY * (1 + self._plain_for // 16), self.LONGEST_WAIT)
-        self._looked = self._plain_for <= self.LOOK_EVERY or not self._steps % wait
+        self._seconds = self._cost.parts(batch, self._widths, context)
+        looking = batch * (self._drafting[True].value - self._drafting[False].value)
+        self._looked = self._looks.due(looking / self._plain_seconds)
         if not self._looked:
-            self._seconds = self._cost.seconds(batch, self._widths[:1], context)
             return NO_TREE
-        self._seconds = self._cost.seconds(batch, self._widths, context)
-        seconds = self._corrected(self._widths)
+        seconds = self._corrected(self._widths, self._widths)
         per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
         least = float(per_row.min() / seconds[0]) * max(0.8 * self._gain, 1.0)
         return min(max(least, 1e-3), 1.0)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         unknown = self._pace[True].count >= self.WIDE_FIRST and self._pace[False].count < self.PLAIN_FIRST
-        compare = unknown or not (self._plain_for or self._steps % self.PLAIN_EVERY)
+        compare = unknown or not self._steps % self.PLAIN_EVERY
         nodes = self._best(trees) if any(map(len, trees)) and not compare else [0] * len(trees)
         if self._looked and not any(map(len, trees)):
             self._gain += self._RATE * (1 - self._gain)  # or the last text's gain would hide this one's candidates
-        self._plain_for = 0 if any(nodes) else self._plain_for + 1
-        self._chosen = 1 + sum(nodes) / len(nodes)
+        self._chosen = 1 + sum(nodes) / len(nodes), 1 + max(nodes)
         return [1 + count for count in nodes]
 
     def spent(self, seconds: float, drafting: float, tokens: int) -> None:
-        expected = np.interp(self._chosen, self._widths[: len(self._seconds)], self._seconds)
-        wide = self._chosen > 1
-        self._took(wide, min(max((seconds - drafting) / float(expected), 0.25), 4.0))
+        rows, widest = self._chosen
+        expected = float(self._of_table(np.array(rows), np.array(widest)))
+        wide = widest > 1
+        self._took(wide, min(max((seconds - drafting) / expected, 0.25), 4.0))
+        if self._looked and self._pace[False].count:
+            plain = self._plain_seconds + self._batch * self._drafting[False].value
+            took = min(seconds, 2 * expected * self._pace[wide].value)  # one slow moment must not decide
+            self._looks.looked(tokens / self._batch - took / plain)
         if wide:
             self._expected = self._KEEP * self._expected + self._promised
             self._accepted = self._KEEP * self._accepted + tokens - self._batch
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
-        usual, drafting = self._drafting[self._looked], drafting / self._batch
+        usual, drafting = self._drafting[self._looked], drafting / (self._batch * rows)
         usual.add(min(drafting, 4 * usual.value) if usual.count else drafting)
+
+    @property
+    def _looks(self) -> _Looks:
+        return self._looks_of[round(math.log2(self._batch))]
 
     def _took(self, wide: bool, ratio: float) -> None:
         """A step took `ratio` times the table's seconds."""
@@ -146,23 +183,56 @@ class BestRows:
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
-        ancestors are no worse and so among them."""
-        owner = np.repeat(np.arange(len(trees)), [len(tree) for tree in trees])
+        ancestors are no worse and so among them, and no more of one tree than pays for all, whose attention is padded.
+        """
+        count = len(trees)
+        owner = np.repeat(np.arange(count), [len(tree) for tree in trees])
         probs = np.concatenate([np.asarray(tree.probs, np.float64) for tree in trees])
         order = np.argsort(-probs, kind="stable")
-        drafted = self._accepted / self._expected * np.append(0.0, probs[order].cumsum())
-        rates = (len(trees) + drafted) / self._corrected(1 + np.arange(len(drafted)) / len(trees))
-        best = int(rates.argmax())
-        gain = float(rates[best] / rates[0])
+        owner, probs = owner[order], probs[order]
+        ranks = _ranks(owner)
+        kept = self._accepted / self._expected
+        best: tuple[float, np.ndarray] = (0.0, ranks[:0])
+        for most in _caps(int(ranks.max()) + 1) if count > 1 else [len(probs)]:
+            nodes = np.flatnonzero(ranks < most)
+            drafted = kept * np.append(0.0, probs[nodes].cumsum())
+            rows = 1 + np.arange(len(drafted)) / count
+            rates = (count + drafted) / self._corrected(rows, np.append(1, 2 + np.maximum.accumulate(ranks[nodes])))
+            top = int(rates.argmax())
+            best = max(best, (float(rates[top] / rates[0]), nodes[:top]), key=lambda each: each[0])
+        gain, nodes = best
         self._gain += self._RATE * (gain - self._gain)
         if gain < self.GAIN:
-            best = 0
-        self._promised = float(probs[order[:best]].sum())
-        return np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
+            nodes = nodes[:0]
+        self._promised = float(probs[nodes].sum())
+        return np.bincount(owner[nodes], minlength=count).tolist()
 
-    def _corrected(self, widths: np.ndarray) -> np.ndarray:
-        """Seconds as they really are, of so many rows a sequence."""
-        seconds, wide = np.interp(widths, self._widths, self._seconds), widths > 1
+    @property
+    def _plain_seconds(self) -> float:
+        """Of a plain step as it really is, without drafting."""
+        return float(self._seconds[0][0] + self._seconds[1][0]) * self._pace[False].value
+
+    def _of_table(self, rows: np.ndarray, widest: np.ndarray) -> np.ndarray:
+        """Seconds of so many rows a sequence, of which the widest has so many."""
+        apart, attention = self._seconds
+        return np.interp(rows, self._widths, apart) + np.interp(widest, self._widths, attention)
+
+    def _corrected(self, rows: np.ndarray, widest: np.ndarray) -> np.ndarray:
+        """Seconds as they really are, where trees are looked at."""
+        wide = widest > 1
         pace = np.where(wide, self._pace[True].value, self._pace[False].value)
-        drafting = np.where(wide, self._drafting[True].value, self._drafting[False].value)
-        return seconds * pace + self._batch * drafting
+        return self._of_table(rows, widest) * pace + self._batch * rows * self._drafting[True].value
+
+
+def _ranks(owner: np.ndarray) -> np.ndarray:
+    """How many of the same owner stand before each."""
+    together = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner)
+    ranks = np.empty(len(owner), np.intp)
+    ranks[together] = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
+    return ranks
+
+
+def _caps(most: int) -> list[int]:
+    """1, 2, 4, .. and the last that any limit is above."""
+    return [1 << power for power in range(most.bit_length() + 1)]

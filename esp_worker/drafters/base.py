@@ -84,7 +84,8 @@ class Seen:
 
 
 class Drafter(Protocol):
-    """A drafting method. It never decides tokens, only what is worth verifying."""
+    """A drafting method. It never decides tokens, only what is worth verifying. masks and watch may change with each
+    step's drafts."""
 
     name: str
     masks: int  # k: mask rows behind the prompt, and probe rows per owner

@@ -29,10 +29,11 @@ from esp_worker.drafters.recall import Context, Recall
 from esp_worker.odds import NAMED, NOT_NAMED, SILENT, Answer, Odds, Opinion, Place, named_codes
 from esp_worker.rows import Rows
 from esp_worker.sampling import gumbel_noise
-from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, grow_best_first, most_probable
+from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, block_shape, grow_best_first, most_probable
 from esp_worker.types import SamplingParams
 
 LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of a path
+MASKS = 1
 PROBED = 16  # of a probe's candidates
 ROWS_PER_PROBE = 15
 
@@ -55,6 +56,8 @@ _PRIOR_TEXT = (
     *(2.5, 1.5, 0.3, 0.1),
 )
 _PRIOR_PROBE = (0.0, -0.8, 1.0, 0.5, 0.2, 0.0, -0.3, -0.7, -1.2)
+
+_NOTHING = Draft(EMPTY_TREE, block_shape((), (), 0))
 
 
 @dataclass(slots=True)
@@ -79,7 +82,6 @@ class HybridDrafter:
     own, of each token (None: they are not known)."""
 
     name = "hybrid"
-    masks = 1
 
     def __init__(
         self,
@@ -89,11 +91,12 @@ class HybridDrafter:
     ) -> None:
         self._rows = rows
         self._successors = successors
-        self._probe = ProbeDrafter(embed, masks=self.masks, block_complexity=2 * (PROBED + 1), probe_owners=1)
+        self._probe = ProbeDrafter(embed, masks=MASKS, block_complexity=2 * (PROBED + 1), probe_owners=1)
         self._recall = Recall()
         self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
         self._watch = Watch(best=self._recall.best, probs="best")
         self.watch: Watch | None = self._watch
+        self.masks = MASKS
 
     def start(self, prompt: Prompt) -> HybridState:
         return HybridState(prompt.sampling, self._probe.start(prompt), History(prompt.ids, LONGEST))
@@ -103,7 +106,8 @@ class HybridDrafter:
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         least = self._rows.least(len(turns), max(turn.length for turn in turns))
-        self.watch = self._watch if least <= 1 else None  # where nothing pays, not even looking at the answers does
+        pays = least <= 1  # where nothing does, neither do looking at the answers and probing behind a prompt
+        self.watch, self.masks = (self._watch, MASKS) if pays else (None, 0)
         trees = [self._grow(turn.state, turn.room, least) for turn in turns]
         rows = self._rows.choose(trees)
         return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
@@ -131,7 +135,7 @@ class HybridDrafter:
         probe_logits: Sequence[torch.Tensor],
     ) -> None:
         for state, run in zip(states, committed, strict=True):
-            for place, token in enumerate(run):
+            for place, token in enumerate(run if state.proposed else ()):
                 proposed = state.proposed.get(tuple(run[:place]))
                 if proposed is not None:
                     self._odds.learn(proposed, token)
@@ -158,6 +162,8 @@ class HybridDrafter:
 
     def _draft(self, turn: Turn, tree: TokenTree, rows: int) -> Draft:
         """The best nodes for `rows` rows; those that no node takes own probes."""
+        if self.watch is None:
+            return _NOTHING
         probes = rows // ROWS_PER_PROBE if turn.room.masks(self.masks) else 0
         tree = most_probable(tree, rows - 1 - probes)
         turn.state.contexts = _contexts(turn.state.tail, tree)

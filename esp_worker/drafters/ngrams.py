@@ -6,22 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class History:
-    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens that something follows."""
+    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens that something follows (looked up
+    when first asked for: a text that nothing is drafted from costs nothing)."""
 
     NEWEST = 8  # places of an n-gram that `after` tells
 
     def __init__(self, tokens: Iterable[int], longest: int) -> None:
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
         self._longest = longest
         self._places: dict[tuple[int, ...], list[int]] = {}  # n-gram -> indices of the tokens that followed it
-        self.extend(tokens)
+        self._indexed = 0  # of the tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            end = len(self.tokens)
-            for size in range(1, min(self._longest, end) + 1):
-                self._places.setdefault(tuple(self.tokens[end - size :]), []).append(end)
-            self.tokens.append(token)
+        self.tokens.extend(tokens)
 
     def continuation(self, count: int) -> Sequence[int]:
         """Up to `count` tokens that followed the longest n-gram the text ends with, where that stood first before;
@@ -37,7 +34,14 @@ class History:
             yield size, [self.tokens[place] for place in places[-self.NEWEST :]]
 
     def _known(self, text: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
+        self._index()
         for size in range(min(self._longest, len(text)), 0, -1):
             places = self._places.get(text[-size:])
             if places is not None:
                 yield size, places
+
+    def _index(self) -> None:
+        for end in range(self._indexed, len(self.tokens)):
+            for size in range(1, min(self._longest, end) + 1):
+                self._places.setdefault(tuple(self.tokens[end - size : end]), []).append(end)
+        self._indexed = len(self.tokens)

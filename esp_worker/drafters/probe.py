@@ -132,6 +132,10 @@ class ProbeDrafter(EachByItself):
     ) -> None:
         for state, run in zip(states, committed, strict=True):
             state.committed += run
+        if not any(map(len, probe_logits)):
+            for state in states:
+                state.levels = []
+            return
         levels = top_candidates(torch.cat(list(probe_logits)), self.candidates)
         for state, logits in zip(states, probe_logits, strict=True):
             state.levels, levels = levels[: len(logits)], levels[len(logits) :]

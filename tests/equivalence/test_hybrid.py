@@ -21,8 +21,9 @@ class Costs:
     def __init__(self, row: float) -> None:
         self.row = row
 
-    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
-        return 1e-3 * (1 + self.row * sequences * np.asarray(rows, np.float64))
+    def parts(self, sequences: int, rows: np.ndarray, context: float) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.asarray(rows, np.float64)
+        return 1e-3 * (1 + self.row * sequences * rows), 1e-5 * rows
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -8,18 +8,21 @@ import random
 import numpy as np
 import pytest
 
-from esp_worker.rows import NO_TREE, BestRows, FixedRows
+from esp_worker.rows import NO_TREE, BestRows, FixedRows, _Looks
 from esp_worker.tree import EMPTY_TREE, TokenTree
 
 
 class Costs:
-    """Seconds of a step that grow with the rows of the batch, but for the first few."""
+    """Seconds of a step that grow with the rows of the batch, but for the first few, and with the widest block."""
 
-    def __init__(self, fixed: float, row: float, free: int = 0) -> None:
-        self.fixed, self.row, self.free = fixed, row, free
+    def __init__(self, fixed: float, row: float, free: int = 0, padded: float = 0.0) -> None:
+        self.fixed, self.row, self.free, self.padded = fixed, row, free, padded
 
     def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
         return self.fixed + self.row * np.maximum(sequences * np.asarray(rows, np.float64) - self.free, 0)
+
+    def parts(self, sequences: int, rows: np.ndarray, context: float) -> tuple[np.ndarray, np.ndarray]:
+        return self.seconds(sequences, rows, context), self.padded * np.asarray(rows, np.float64)
 
 
 def chain(*probs: float) -> TokenTree:
@@ -47,6 +50,22 @@ def test_the_best_rate_over_all_ways_to_deal_rows_out(row: float) -> None:
     assert best[0] > best[1], "the two trees are not worth the same"
 
 
+@pytest.mark.parametrize("padded", [0.0, 0.05, 0.2, 2.0])
+def test_one_wide_block_is_paid_for_by_all(padded: float) -> None:
+    """The best rate where attention takes as long as if all sequences had as many rows as the widest."""
+    costs = Costs(1.0, 0.01, padded=padded)
+    trees = [chain(0.95, 0.9, 0.85, 0.8), chain(0.7), chain(0.7), EMPTY_TREE]
+
+    def rate(nodes: tuple[int, ...]) -> float:
+        tokens = sum(1 + sum(tree.probs[:count]) for tree, count in zip(trees, nodes, strict=True))
+        apart, attention = costs.parts(4, np.array([1 + sum(nodes) / 4, 1 + max(nodes)]), 0)
+        return tokens / float(apart[0] + attention[1])
+
+    best = max(itertools.product(*(range(len(tree) + 1) for tree in trees)), key=rate)
+    assert after_look(BestRows(costs, most=8), trees) == [1 + count for count in best]
+    assert max(best) == {0.0: 4, 0.05: 4, 0.2: 1, 2.0: 0}[padded]
+
+
 @pytest.mark.parametrize(("row", "rows"), [(0.0, 4), (10.0, 1)])
 def test_free_rows_are_all_taken_and_dear_ones_not_at_all(row: float, rows: int) -> None:
     assert after_look(BestRows(Costs(1.0, row), most=8), [chain(0.5, 0.4, 0.3)]) == [rows]
@@ -64,16 +83,16 @@ def test_what_steps_really_take_corrects_the_table() -> None:
     assert chosen[-20:] == [1] * 20
 
 
-@pytest.mark.parametrize(("drafting", "wide"), [(0.1, True), (0.9, False)])
+@pytest.mark.parametrize(("drafting", "wide"), [(0.1, True), (1.1, False)])
 def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
-    """Two tokens of a step, minus what drafting takes beside it: 0.1 of a plain step is worth it, 0.9 is not."""
+    """Two tokens of a step, minus what drafting takes beside it: 0.1 of a plain step is worth it, 1.1 is not."""
     rows = BestRows(Costs(1.0, 0.0), most=8)
     chosen = []
     for _ in range(40):
         least = rows.least(1, 100)
         chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.7)])
         looked = 0.0 if least == NO_TREE else drafting
-        rows.spent(1.0 + looked, looked, 2)
+        rows.spent(1.0 + looked, looked, chosen[-1])
     assert chosen[0] == 2
     assert (chosen[-10:] == [2] * 10) == wide
     assert (chosen[-10:] == [1] * 10) != wide
@@ -157,7 +176,7 @@ def test_no_look_is_in_vain() -> None:
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
         rows.spent(1.0, 0.0, 1)
     rows._cost = Costs(1.0, 0.0)
-    for _ in range(BestRows.LONGEST_WAIT):
+    for _ in range(_Looks.LONGEST_WAIT):
         if rows.least(1, 100) != NO_TREE:
             assert rows.choose([chain(0.9)]) == [2]
             break
@@ -184,9 +203,26 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
         least = rows.least(1, 100)
         looks += [step] * (least != NO_TREE)
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
-        rows.spent(1.0, 0.0, 1)
+        looked = 0.0 if least == NO_TREE else 0.1
+        rows.spent(1.0 + looked, looked, 1)
     assert len(looks) < 40
-    assert max(b - a for a, b in itertools.pairwise(looks)) == BestRows.LONGEST_WAIT
+    assert max(b - a for a, b in itertools.pairwise(looks)) == _Looks.LONGEST_WAIT
+
+
+def test_batches_of_another_size_look_for_themselves() -> None:
+    """Sixteen sequences lose by looking, which takes as long for each of them; one does not."""
+    costs = Costs(1.0, 0.05)
+    rows = BestRows(costs, most=8)
+    looks: dict[int, list[bool]] = {1: [], 16: []}
+    for batch in (16, 1) * 200:
+        least = rows.least(batch, 100)
+        (width, *_) = rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)] * batch)
+        looked = 0.0 if least == NO_TREE else 0.03 * batch * width
+        seconds = float(costs.seconds(batch, np.array([width]), 100)[0]) + looked
+        rows.spent(seconds, looked, round(batch * (1 + 0.3 * (width > 1)) + 0.2))
+        looks[batch].append(looked > 0)
+    assert sum(looks[16][-100:]) < 10
+    assert sum(looks[1][-100:]) == 100
 
 
 def test_no_node_that_could_pay_lies_below_the_least() -> None:
