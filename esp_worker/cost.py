@@ -109,7 +109,7 @@ class StepCost:
         near, far = self.contexts[0], (*self.contexts, 2 * self.contexts[0])[1]
         at_near = self.seconds(sequences, rows, near)
         slope = (self.seconds(sequences, rows, far) - at_near) / (far - near)
-        attention = np.minimum(slope * near, at_near / 2) + whole - at_near
+        attention = np.maximum(np.minimum(slope * near, at_near / 2) + whole - at_near, 0.0)
         return whole - attention, attention
 
     def save(self, file: Path) -> None:
