@@ -78,7 +78,8 @@ def step_cost(model: CausalModel, key: CostKey, slots: int, max_length: int) -> 
 
 def short_grid(slots: int, max_length: int) -> Grid:
     """Few enough points for an actor's warm-up."""
-    return Grid(sorted({1, slots}), [1, 2, 8, 30], [max(min(256, max_length - 1), 1)], repeats=3, seconds=6.0)
+    contexts = sorted({max(min(context, max_length - 1), 1) for context in (128, 1024)})
+    return Grid(sorted({1, slots}), [1, 2, 8, 30], contexts, repeats=3, seconds=6.0)
 
 
 @torch.inference_mode()

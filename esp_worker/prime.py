@@ -1,4 +1,4 @@
-"""The model's own successors of each token, without any text: what a hybrid draft knows before it has seen a row.
+"""The model's own successors of frequent tokens, without any text: what a hybrid draft knows before it has seen a row.
 
 One forward pass shows them of hundreds of tokens, siblings behind one beginning token. V vocabulary, K answers of each.
 """
@@ -28,12 +28,15 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 BEST = 8
 SIBLINGS = 256  # tokens of one pass
-SECONDS = 60.0  # most time that is spent on it; a vocabulary's lower ids are its more frequent tokens, and come first
+# A vocabulary's lower ids are its more frequent tokens. The first 8,192 of SmolLM2's 49,152 bring all but 0.01 of the
+# mean acceptance length that all of them do (2.28 at 10 rows, without any 2.15).
+MOST = 16384
+SECONDS = 10.0  # most time that a start spends on it
 
 
 @dataclass(frozen=True)
 class Successors:
-    """tokens [n, K], logprobs [n, K] among the K: of token ids 0.. n - 1, best first; n may be less than V."""
+    """tokens [n, K], logprobs [n, K] among the K: of token ids 0.. n - 1, best first."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -58,9 +61,10 @@ def successors(model: CausalModel, identity: str) -> Successors:
     digest = xxhash.xxh3_64_hexdigest(f"{FORMAT} {identity} {model.dtype}".encode())
     file = cache_folder() / "successors" / f"{digest}.npz"
     known = _load(file)
-    if len(known.tokens) == model.vocab_size:
+    missing = _wanted(model) - len(known.tokens)
+    if missing <= 0:
         return known
-    logger.info("looking at the model's successors of %d tokens", model.vocab_size - len(known.tokens))
+    logger.info("looking at the model's successors of %d tokens, for at most %.0f s", missing, SECONDS)
     found = prime(model, known)
     _save(file, found)
     return found
@@ -68,15 +72,15 @@ def successors(model: CausalModel, identity: str) -> Successors:
 
 @torch.inference_mode()
 def prime(model: CausalModel, known: Successors = NOBODYS, seconds: float = SECONDS) -> Successors:
-    """The K most probable next tokens behind each token of the vocabulary: `known`, and as many as `seconds` allow."""
+    """The K most probable next tokens behind the MOST first tokens of the vocabulary: `known`, and as many as `seconds`
+    allow."""
     cache = model.new_cache(1)
     cache.resize(1, rounded(1 + SIBLINGS))
     device, began = model.device, time.perf_counter()
     beginning = torch.tensor([_beginning(model)], device=device)
     model.forward_block(cache, Block.chain(0, 0, 1, device), model.embed(beginning))
     tokens, logprobs = [known.tokens], [known.logprobs]
-    for first in range(len(known.tokens), model.vocab_size, SIBLINGS):
-        ids = torch.arange(first, min(first + SIBLINGS, model.vocab_size), device=device)
+    for ids in torch.arange(len(known.tokens), _wanted(model), device=device).split(SIBLINGS):
         hidden = model.forward_block(cache, Block.siblings(0, 1, len(ids), device), model.embed(ids))
         values, best = top_k(model.logits(hidden).float(), min(BEST, model.vocab_size))
         tokens.append(best.cpu().numpy())
@@ -84,6 +88,10 @@ def prime(model: CausalModel, known: Successors = NOBODYS, seconds: float = SECO
         if time.perf_counter() - began > seconds:
             break
     return Successors(np.concatenate(tokens), np.concatenate(logprobs))
+
+
+def _wanted(model: CausalModel) -> int:
+    return min(MOST, model.vocab_size)
 
 
 def _beginning(model: CausalModel) -> int:

@@ -274,7 +274,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "decode", parents=[common, prompted, timed], help="methods on the same prompts and engine"
     )
     decode.set_defaults(run=_decode, print=_print_table)
-    add_decoder_arguments(decode, ["ar", "esp"])
+    add_decoder_arguments(decode, ["ar", "hybrid"])
     decode.add_argument(
         "--prefix-reuse",
         type=_switches,

@@ -51,7 +51,7 @@ def add_command(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, print=print_results, prefix_reuse=[True])
     parser.add_argument("--questions", required=True, metavar="FILE", help="Spec-Bench's question.jsonl")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where units, results and the page go")
-    add_decoder_arguments(parser, ["ar", "esp", "pld", "lade", "stand"])
+    add_decoder_arguments(parser, ["ar", "esp", "pld", "lade", "stand", "recycle", "hybrid"])
     parser.add_argument("--per-category", type=positive, metavar="N", help="a fixed random sample (default: all)")
     parser.add_argument("--new", type=positive, default=256, help="max_new_tokens of a turn")
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -48,13 +48,15 @@ SETTINGS_OF = {
 
 
 def _rows_of(method: str, data: dict[str, Any]) -> dict[str, Any]:
-    """block_complexity, and lookahead, of a method without probes: the one that is given settles the other."""
+    """block_complexity, and lookahead, of a method other than esp: the one that is given settles the other."""
     given = data.get("block_complexity")
     if given == AUTO and method != "hybrid":
         raise ValueError(f"block_complexity: auto is for esp and hybrid; give method: {method} a number, or none")
     if method == "pld":
         depth = data.get("depth", DecoderConfig.model_fields["depth"].default)
         return data | _derived_rows(given, "depth", depth, lambda: 1 + depth, "1 + depth")
+    if method == "hybrid":
+        return {**data, "block_complexity": AUTO if given is None else given}
     rows = 30 if given is None else given
     if method == "lade" and data.get("lookahead") is not None:
         three = data["lookahead"]
@@ -88,10 +90,15 @@ def _derived_rows(given: Any, name: str, value: Any, rows: Callable[[], int], fo
 class DecoderConfig(Section):
     """The method. See the README's table of settings; the terms are the paper's.
 
-    block_complexity is the rows of a decode call. With probe_owners: all a block of n nodes has (masks+1)(1+n), with N
-    owners 1 + n + masks * min(N, 1+n). A static tree has the rows of its branches; fewer owners only drop probes from
-    it. The other kinds have the nodes that block_complexity leaves. auto chooses rows and owners step by step, from
+    hybrid drafts from all that can be known without training; it has no settings but its rows.
+
+    block_complexity is the rows of a decode call. auto (the default of hybrid and esp) chooses them step by step, from
     what steps cost on this machine and from what is accepted, down to plain decoding's one row.
+
+    esp: with probe_owners: all a block of n nodes has (masks+1)(1+n), with N
+    owners 1 + n + masks * min(N, 1+n). A static tree has the rows of its branches; fewer owners only drop probes from
+    it. The other kinds have the nodes that block_complexity leaves. auto chooses owners too: where they are given,
+    block_complexity is 30 by default.
 
     init: offset is mu + init_offset * sigma, the moments of the `prompt` or of the whole embedding `table`.
 
@@ -99,7 +106,7 @@ class DecoderConfig(Section):
     (lookahead decoding, lookahead: [L, W, G]), stand (ngram: its longest) and recycle (token recycling).
     """
 
-    method: Literal["esp", "hybrid", "ar", "pld", "lade", "stand", "recycle"] = "esp"
+    method: Literal["esp", "hybrid", "ar", "pld", "lade", "stand", "recycle"] = "hybrid"
     masks: int = Field(1, ge=1, le=8)
     block_complexity: Annotated[Literal["auto"] | int | None, BeforeValidator(_row_budget)] = None
     tree: Literal["dynamic", "static", "best_first"] = "dynamic"
@@ -127,10 +134,10 @@ class DecoderConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive_block_complexity(cls, data: Any) -> Any:
-        """A static tree's follows from its branches (paper, section 3); 30 is the other trees' default."""
+        """A static tree's follows from its branches (paper, section 3)."""
         if not isinstance(data, dict):
             return data
-        method = data.get("method", "esp")
+        method = data.get("method", cls.model_fields["method"].default)
         if method in list(SETTINGS_OF) and method not in ("esp", "ar"):
             return _rows_of(method, data)
         tree, branches = data.get("tree", "dynamic"), data.get("branches")
@@ -138,7 +145,8 @@ class DecoderConfig(Section):
         if tree != "static" and branches is not None:
             raise ValueError(f"branches belong to tree: static; tree: {tree} takes block_complexity")
         if tree != "static":
-            return {**data, "block_complexity": 30 if given is None else given}
+            default = AUTO if data.get("probe_owners", "all") == "all" else 30
+            return {**data, "block_complexity": default if given is None else given}
         if not isinstance(branches, list) or not all(isinstance(b, int) for b in branches):
             raise ValueError("tree: static needs branches, a list of widths, one a mask, such as [14] or [7, 2]")
         if len(branches) != masks:
@@ -166,10 +174,11 @@ class DecoderConfig(Section):
         idle = [name for name in others if self._is_changed(name)]
         if self.method == "ar":
             idle = [name for name in idle if name not in ("masks", "tree", "branches", "prune", "ema", "init")]
-        if self.method == "ar" and idle:
-            raise ValueError(f"{', '.join(idle)}: method: ar drafts nothing; leave them out, or set method: esp")
         if idle:
-            raise ValueError(f"{', '.join(idle)}: no settings of method: {self.method}; leave them out")
+            why = "method: ar drafts nothing" if self.method == "ar" else f"no settings of method: {self.method}"
+            having = [method for method, settings in SETTINGS_OF.items() if settings and {*idle} <= {*settings}]
+            others = f", or set method: {' or '.join(having)}" if having else ""
+            raise ValueError(f"{', '.join(idle)}: {why}; leave them out{others}")
         if self.block_complexity == AUTO and self.probe_owners != "all":
             raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
         for name in ("init_offset", "init_moments"):

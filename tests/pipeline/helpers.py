@@ -69,7 +69,7 @@ class Command:
             "input": {"path": str(work / "in.jsonl"), "prompt_column": "prompt", "id_column": "id"},
             "output": {"path": str(work / "out"), "rows_per_file": 10},
             "model": {"path": str(model), "dtype": "float64", "device": "cpu"},
-            "decoder": {"masks": 1, "block_complexity": 12},
+            "decoder": {"method": "esp", "block_complexity": 12},
             "sampling": {"max_new_tokens": NEW_TOKENS},
             "engine": {"slots": 4, "threads": 1},
             "compare": {"fraction": 0.0},

@@ -42,7 +42,7 @@ def run(work: Path, model: Path, **given: Any) -> Path:
         "output": {"path": str(work / "out"), "rows_per_file": 20},
         "model": {"path": str(model), "dtype": "float64", "device": "cpu"},
         "sampling": {"max_new_tokens": NEW_TOKENS},
-        "decoder": {"masks": 1, "block_complexity": 12},
+        "decoder": {"method": "esp", "block_complexity": 12},
         "engine": {"slots": 4, "threads": 1},
         "compare": {"fraction": 0.0},
         "errors": {"max_fraction": 1.0},

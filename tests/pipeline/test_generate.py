@@ -76,10 +76,10 @@ def test_rows_chosen_step_by_step(
     tiny_checkpoint: Path,
     tiny_fp64: CausalModel,
 ) -> None:
-    """block_complexity: auto, on a machine that has no step-cost table: the actor makes its own."""
+    """The defaults, on a machine that has no step-cost table and no successors: the actor makes its own."""
     good = prompts(12)
     write_jsonl(command.work / "in.jsonl", good)
-    result = command(decoder__block_complexity="auto", compare__fraction=1.0)
+    result = command(decoder__method="hybrid", decoder__block_complexity="auto", compare__fraction=1.0)
     assert result.code == 0
     assert {row["row_id"]: tuple(row["token_ids"]) for row in result.rows} == expected_tokens(
         tiny_fp64, tiny_checkpoint, good
@@ -88,7 +88,8 @@ def test_rows_chosen_step_by_step(
     plain = sum(row["plain_steps"] for row in result.rows)
     assert 0 < plain <= calls, "the first steps at least"
     assert result.json("report.json")["method"]["plain_call_share"] == pytest.approx(plain / calls)
-    assert result.json("run.json")["config"]["decoder"]["block_complexity"] == "auto"
+    decoder = result.json("run.json")["config"]["decoder"]
+    assert (decoder["method"], decoder["block_complexity"]) == ("hybrid", "auto")
 
 
 def test_too_many_errors_is_exit_code_3(command: Command) -> None:

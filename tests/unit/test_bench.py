@@ -21,11 +21,14 @@ def prompts_file(tmp_path: Path) -> Path:
     return file
 
 
+ESP = ["--methods", "ar,esp"]
+
+
 def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), "--dtype", "float64"]
     threads = torch.get_num_threads()
     code = main(
-        [*arguments, "--bc", "4,12", "--slots", "1,3", "--new", "12", "--repeat", "2", "--threads", str(threads)]
+        [*arguments, *ESP, "--bc", "4,12", "--slots", "1,3", "--new", "12", "--repeat", "2", "--threads", str(threads)]
     )
     assert code == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -97,7 +100,9 @@ def test_vary(
     """A side for each value; every side's tokens are plain decoding's, and its settings are those it was timed with."""
     threads = ["--threads", str(torch.get_num_threads())]
     options = ["--dtype", "float64", "--bc", "18", "--new", "8", "--repeat", "1", *threads]
-    assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options, *extra]) == 0
+    assert (
+        main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options, *ESP, *extra]) == 0
+    )
     out = capsys.readouterr().out
     plain, *sides = json.loads(out.splitlines()[-1])["results"]
     assert (plain["method"], plain["varied"]) == ("ar", {})
@@ -130,7 +135,7 @@ def test_auto_beside_a_fixed_tree(
 
 
 def sides_of(*arguments: str) -> list[tuple[str, int | str | None, int, dict[str, str]]]:
-    options = _parse(["decode", "--model", "m", "--prompts", "p", *arguments])
+    options = _parse(["decode", "--model", "m", "--prompts", "p", *ESP, *arguments])
     return [(side.config.method, side.bc, side.slots, dict(side.varied)) for side in make_sides(options)]
 
 
@@ -143,7 +148,12 @@ def test_sides_are_a_product_and_plain_decoding_stands_once_for_each_number_of_s
             *(("esp", bc, slots, {"masks": masks}) for bc in (10, 30) for masks in ("1", "2")),
         )
     ]
-    assert sides_of("--methods", "esp") == [("esp", 30, 1, {})]
+    assert sides_of("--methods", "esp") == [("esp", "auto", 1, {})]
+    assert sides_of("--methods", "ar,hybrid,stand") == [
+        ("ar", None, 1, {}),
+        ("hybrid", "auto", 1, {}),
+        ("stand", 30, 1, {}),
+    ]
     assert [bc for _, bc, _, _ in sides_of("--methods", "esp", "--bc", "auto,30")] == ["auto", 30]
     assert sides_of("--methods", "ar", "--bc", "10,30", "--vary", "masks=1,2") == [("ar", None, 1, {})]
 
@@ -197,7 +207,7 @@ def test_the_widths_of_a_static_tree_give_its_masks_and_rows() -> None:
 )
 def test_wrong_decoder_settings(extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the model, which is not there, is looked for."""
-    assert main(["decode", "--model", "m", "--prompts", "p", *extra]) == 2
+    assert main(["decode", "--model", "m", "--prompts", "p", "--methods", "esp", *extra]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -74,7 +74,7 @@ def test_sides_are_the_papers(number: int) -> None:
 @pytest.mark.parametrize("number", sorted(TABLES))
 def test_columns_name_their_trees_and_rows(number: int) -> None:
     for column in TABLES[number].columns:
-        config = parse_decoder({**column.settings, **TABLES[number].lines[0].settings})
+        config = parse_decoder({"method": "esp", **column.settings, **TABLES[number].lines[0].settings})
         if "(" in column.label and "default" not in column.label:
             assert column.label.endswith(f"({config.block_complexity})")
         if "[" in column.label:

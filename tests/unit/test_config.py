@@ -283,6 +283,8 @@ def test_keep_columns_must_not_take_an_output_columns_name() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- decoder
 
+ESP = {"method": "esp"}
+
 
 @pytest.mark.parametrize(
     ("branches", "masks", "block_complexity"),
@@ -290,7 +292,7 @@ def test_keep_columns_must_not_take_an_output_columns_name() -> None:
 )
 def test_block_complexity_of_a_static_tree(branches: list[int], masks: int, block_complexity: int) -> None:
     """BC = (k+1)(1 + sum K_i), the paper's configurations among them."""
-    static = {"tree": "static", "branches": branches, "masks": masks}
+    static = {**ESP, "tree": "static", "branches": branches, "masks": masks}
     assert config_of(decoder=static).decoder.block_complexity == block_complexity
     assert config_of(decoder={**static, "block_complexity": block_complexity}).decoder.branches == branches
 
@@ -303,7 +305,7 @@ def test_block_complexity_of_a_static_tree_with_fewer_owners(
     branches: list[int], owners: int | str, block_complexity: int
 ) -> None:
     """(1 + sum) + masks * min(N, 1 + sum): fewer owners drop probes, no node."""
-    static = {"tree": "static", "branches": branches, "masks": len(branches), "probe_owners": owners}
+    static = {**ESP, "tree": "static", "branches": branches, "masks": len(branches), "probe_owners": owners}
     assert config_of(decoder=static).decoder.block_complexity == block_complexity
     assert problem(decoder={**static, "block_complexity": block_complexity + 1}).startswith(
         f"decoder: block_complexity: {block_complexity + 1} is not that of branches {branches}"
@@ -335,19 +337,19 @@ def test_block_complexity_of_a_static_tree_with_fewer_owners(
     ],
 )
 def test_static_tree_that_does_not_add_up(decoder: dict[str, Any], message: str) -> None:
-    assert problem(decoder=decoder).startswith(f"decoder: {message}")
+    assert problem(decoder={**ESP, **decoder}).startswith(f"decoder: {message}")
 
 
 def test_branches_must_be_positive() -> None:
-    assert problem(decoder={"tree": "static", "branches": [0]}).startswith("decoder.branches.0: ")
+    assert problem(decoder={**ESP, "tree": "static", "branches": [0]}).startswith("decoder.branches.0: ")
 
 
 @pytest.mark.parametrize(("masks", "least"), [(1, 4), (2, 6), (8, 18)])
 def test_block_complexity_leaves_room_for_a_draft(masks: int, least: int) -> None:
-    message = problem(decoder={"masks": masks, "block_complexity": least - 1})
+    message = problem(decoder={**ESP, "masks": masks, "block_complexity": least - 1})
     assert message.startswith(f"decoder: block_complexity: {least - 1} leaves no row for a draft with {masks} masks")
     assert f"at least {least} is needed" in message
-    assert config_of(decoder={"masks": masks, "block_complexity": least}).decoder.block_complexity == least
+    assert config_of(decoder={**ESP, "masks": masks, "block_complexity": least}).decoder.block_complexity == least
     plain = config_of(decoder={"masks": masks, "block_complexity": least - 1, "method": "ar"})
     assert plain.decoder.method == "ar"
 
@@ -360,7 +362,7 @@ def test_block_complexity_leaves_room_for_a_draft_and_its_owners(
     tree: str, masks: int, owners: int, least: int
 ) -> None:
     """At least one node, and as many rows as owners: 1 + nodes + masks * owners."""
-    decoder = {"tree": tree, "masks": masks, "probe_owners": owners}
+    decoder = {**ESP, "tree": tree, "masks": masks, "probe_owners": owners}
     message = problem(decoder={**decoder, "block_complexity": least - 1})
     assert message == (
         f"decoder: block_complexity: {least - 1} cannot hold probe_owners: {owners} with {masks} masks each, and a "
@@ -372,7 +374,7 @@ def test_block_complexity_leaves_room_for_a_draft_and_its_owners(
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "some", "3", None, [1]])
 @pytest.mark.parametrize("tree", [{}, {"tree": "static", "branches": [4]}])
 def test_probe_owners_are_all_or_a_number(tree: dict[str, Any], given: Any) -> None:
-    assert problem(decoder={**tree, "probe_owners": given}) == (
+    assert problem(decoder={**ESP, **tree, "probe_owners": given}) == (
         f"decoder.probe_owners: give all, or how many rows own probes, at least 1 (got {given!r})"
     )
 
@@ -392,7 +394,7 @@ def test_probe_owners_are_all_or_a_number(tree: dict[str, Any], given: Any) -> N
     ],
 )
 def test_a_decoder_setting_that_does_not_apply_is_refused(decoder: dict[str, Any], message: str) -> None:
-    assert problem(decoder=decoder).startswith(f"decoder: {message}")
+    assert problem(decoder={**ESP, **decoder}).startswith(f"decoder: {message}")
 
 
 @pytest.mark.parametrize(
@@ -450,7 +452,16 @@ def test_rows_of_the_baselines(decoder: dict[str, Any], rows: int, settings: dic
         ),
         ({"method": "lade", "ngram": 2}, "decoder: ngram: no settings of method: lade"),
         ({"method": "stand", "tree": "static", "branches": [3]}, "decoder: tree, branches: no settings of"),
-        ({"ngram": 2, "depth": 4}, "decoder: ngram, depth: no settings of method: esp"),
+        (
+            {**ESP, "ngram": 2, "depth": 4},
+            "decoder: ngram, depth: no settings of method: esp; leave them out, or set method: pld",
+        ),
+        (
+            {"masks": 2, "ema": 0.2},
+            "decoder: masks, ema: no settings of method: hybrid; leave them out, or set method: esp",
+        ),
+        ({"ngram": 2}, "decoder: ngram: no settings of method: hybrid; leave them out, or set method: pld or stand"),
+        ({"masks": 2, "depth": 4}, "decoder: masks, depth: no settings of method: hybrid; leave them out"),
         ({"method": "ar", "depth": 4}, "decoder: depth: method: ar drafts nothing"),
         ({"method": "lookahead"}, "decoder.method: "),
     ],
@@ -482,8 +493,8 @@ def test_wrong_decoder_value(decoder: dict[str, Any], setting: str, shown: str) 
 
 def test_the_decoders_section_alone() -> None:
     """What the benchmark parses: the same settings, defaults and messages as a job's."""
-    assert parse_decoder({"masks": 2}) == config_of(decoder={"masks": 2}).decoder
-    for wrong in ({"mask": 2}, {"masks": 9}, {"branches": [4]}):
+    assert parse_decoder({**ESP, "masks": 2}) == config_of(decoder={**ESP, "masks": 2}).decoder
+    for wrong in ({"mask": 2}, {"masks": 9}, {**ESP, "branches": [4]}):
         with pytest.raises(ConfigError) as caught:
             parse_decoder(wrong)
         assert str(caught.value) == problem(decoder=wrong)
@@ -492,8 +503,24 @@ def test_the_decoders_section_alone() -> None:
 def test_decoder_defaults() -> None:
     decoder = config_of().decoder
     assert (decoder.impl, decoder.init, decoder.probe_owners, decoder.owner_count) == ("efficient", "mean", "all", None)
-    assert (decoder.method, decoder.tree, decoder.masks, decoder.block_complexity) == ("esp", "dynamic", 1, 30)
-    assert config_of(decoder={"block_complexity": None}).decoder.block_complexity == 30
+    assert (decoder.method, decoder.tree, decoder.masks, decoder.block_complexity) == ("hybrid", "dynamic", 1, "auto")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "rows"),
+    [
+        ({}, "auto"),
+        ({"method": "hybrid"}, "auto"),
+        (ESP, "auto"),
+        ({**ESP, "probe_owners": 3}, 30),
+        ({"method": "stand"}, 30),
+        ({"method": "recycle"}, 30),
+        ({"method": "lade"}, 30),
+    ],
+)
+def test_default_rows(decoder: dict[str, Any], rows: str | int) -> None:
+    assert config_of(decoder=decoder).decoder.block_complexity == rows
+    assert config_of(decoder={**decoder, "block_complexity": None}).decoder.block_complexity == rows
 
 
 def test_a_configuration_cannot_be_changed() -> None:
@@ -585,9 +612,9 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     "sections",
     [
         {},
-        {"decoder": {"tree": "static", "branches": [7, 2], "masks": 2}},
-        {"decoder": {"tree": "static", "branches": [7, 2], "masks": 2, "probe_owners": 3}},
-        {"decoder": {"tree": "best_first", "init": "offset", "init_offset": 2.5, "impl": "naive", "probe_owners": 3}},
+        {"decoder": {**ESP, "tree": "static", "branches": [7, 2], "masks": 2}},
+        {"decoder": {**ESP, "tree": "static", "branches": [7, 2], "masks": 2, "probe_owners": 3}},
+        {"decoder": {**ESP, "init": "offset", "init_offset": 2.5, "impl": "naive", "probe_owners": 3}},
         {"decoder": {"method": "ar", "block_complexity": 2}},
         {"input": {"messages_column": "c", "keep_columns": {"a": "bool"}}, "sampling": {"stop": "\n\n", "seed": 7}},
         {
@@ -629,5 +656,5 @@ def test_a_bare_section_means_its_defaults(tmp_path: Path) -> None:
 
 
 def test_block_complexity_auto() -> None:
-    decoder = config_of(decoder={"block_complexity": "auto", "masks": 3, "tree": "best_first"}).decoder
+    decoder = config_of(decoder={**ESP, "block_complexity": "auto", "masks": 3, "tree": "best_first"}).decoder
     assert (decoder.block_complexity, decoder.owner_count) == ("auto", None)

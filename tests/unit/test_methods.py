@@ -18,7 +18,7 @@ from pipeline.config import DecoderConfig
 COST = StepCost([1], [1, 2], [8], [[[1.0], [2.0]]], CostKey("m", "float64", "a CPU", 1, "stock"))
 
 SETTINGS = [
-    {},
+    {"block_complexity": 30},
     {"tree": "static", "branches": [7, 2], "masks": 2, "prune": "deep", "ema": 0.2, "init": "last_k"},
     {
         "tree": "best_first",
@@ -42,7 +42,7 @@ def test_every_setting_reaches_the_drafter(settings: dict[str, Any], monkeypatch
             super().__init__(embed, **given)
 
     monkeypatch.setattr(methods, "ProbeDrafter", Watched)
-    config = DecoderConfig(**settings)
+    config = DecoderConfig(method="esp", **settings)
     assert [drafter.name for drafter in drafters_of(config)] == ["esp", "ar"]
     want = config.model_dump(exclude={"method", "ngram", "depth", "lookahead"}) | {"probe_owners": config.owner_count}
     want["table"] = tiny_model("llama").embedding_moments
@@ -68,10 +68,10 @@ def drafters_of(config: DecoderConfig, asked: list[str] | None = None) -> list[D
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, []),
-        ({"block_complexity": "auto", "masks": 2}, ["step costs"]),
-        ({"method": "hybrid"}, ["successors"]),
-        ({"method": "hybrid", "block_complexity": "auto"}, ["step costs", "successors"]),
+        ({}, ["step costs", "successors"]),
+        ({"block_complexity": 30}, ["successors"]),
+        ({"method": "esp", "masks": 2}, ["step costs"]),
+        ({"method": "esp", "block_complexity": 30}, []),
         ({"method": "recycle"}, []),
         ({"method": "ar"}, []),
     ],
@@ -83,7 +83,7 @@ def test_only_what_a_method_needs_is_measured(settings: dict[str, Any], wanted: 
 
 
 def test_auto_is_a_budget_over_the_same_method() -> None:
-    auto = drafters_of(DecoderConfig(block_complexity="auto", masks=2))
+    auto = drafters_of(DecoderConfig(method="esp", block_complexity="auto", masks=2))
     assert [drafter.name for drafter in auto] == ["esp", "ar"]
     assert isinstance(auto[0], BudgetedDrafter)
     assert auto[0].masks == 2

@@ -271,7 +271,7 @@ def test_resolved_has_nothing_open() -> None:
     assert resolved["generation_config"] == {"rule": "eos", "taken": {}, "not_taken": {}}
     assert resolved["cluster"] == {"actors": 1, "min_actors": 1, "num_cpus": 2, "num_gpus": 0}
     assert (resolved["sampling"]["eos_token_ids"], resolved["sampling"]["seed"]) == ([7, 2], 5)
-    assert resolved["decoder"]["block_complexity"] == 30
+    assert resolved["decoder"]["block_complexity"] == "auto"
 
 
 def changed(first: Plan, second: Plan) -> list[str]:
@@ -314,7 +314,9 @@ def test_fingerprint_is_of_what_changes_tokens_or_columns() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fingerprint_in_16_bits_holds_the_method_too(dtype: str) -> None:
     base = plan_of(dtype=dtype)
-    assert changed(base, plan_of(dtype=dtype, decoder={"masks": 2})) == ["decoder.masks: 1 -> 2"]
+    assert changed(base, plan_of(dtype=dtype, decoder={"block_complexity": 8})) == [
+        "decoder.block_complexity: 'auto' -> 8"
+    ]
     engine = {"slots": 2, "prefill_tokens": 64, "prefix_reuse": False, "kernels": "stock"}
     assert changed(base, plan_of(dtype=dtype, engine=engine)) == [
         "engine.prefill_tokens: 512 -> 64",
