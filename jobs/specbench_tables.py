@@ -14,17 +14,8 @@ from statistics import mean
 from typing import Any
 
 from jobs.specbench_results import OVERALL, same_side
-from pipeline.pagekit import DASH, fixed, percent, times
+from pipeline.pagekit import DASH, METHOD_NAMES, fixed, percent, times
 
-NAMES = {
-    "ar": "AR",
-    "pld": "PLD",
-    "stand": "STAND",
-    "lade": "LADE",
-    "esp": "ESP",
-    "recycle": "Recycling",
-    "hybrid": "Hybrid",
-}
 PAPERS = ("pld", "stand", "lade", "esp")
 
 Result = Mapping[str, Any]
@@ -98,7 +89,8 @@ class Results:
 def side_label(result: Result, bc: bool = True) -> str:
     """A side as a row's name."""
     rows = [f"BC {result['bc']}"] if bc and result["bc"] is not None else []
-    return ", ".join([NAMES[result["method"]], *rows, *(f"{key} {text}" for key, text in result["varied"].items())])
+    varied = [f"{key} {text}" for key, text in result["varied"].items()]
+    return ", ".join([METHOD_NAMES[result["method"]], *rows, *varied])
 
 
 def overall_table(results: Results) -> Table:
@@ -135,7 +127,7 @@ def _speed_table(results: Results, bc: int | str) -> Table:
         found = [results.find(method, bc, varied) for method in methods]
         rows.append(_pairs(results.name(varied), [_pair(each) for each in found], True))
     head = [
-        [("", 1), *((NAMES[method], 2) for method in methods)],
+        [("", 1), *((METHOD_NAMES[method], 2) for method in methods)],
         [("", 1), *((text, 1) for _ in methods for text in ("tau", "S/R"))],
     ]
     return Table(f"BC = {bc}", head, rows)
@@ -171,7 +163,7 @@ def _reduction_table(results: Results, bc: int | str) -> Table:
         found = [results.find(method, bc, varied) for method in methods]
         values = [None if each is None or each["tau"] is None else 100 * each["call_reduction"] for each in found]
         rows.append(_row(results.name(varied), values, _tau, ours=True))
-    return Table(f"BC = {bc}", [[("", 1), *((NAMES[method], 1) for method in methods)]], rows)
+    return Table(f"BC = {bc}", [[("", 1), *((METHOD_NAMES[method], 1) for method in methods)]], rows)
 
 
 def task_tables(results: Results, temperature: float) -> list[Table]:
@@ -183,7 +175,7 @@ def task_tables(results: Results, temperature: float) -> list[Table]:
     for number in (7, 8):
         table = paper()[f"table_{number}"]
         if table["temperature"] == temperature:
-            rows = [_task_row(f"{NAMES[row['method']]}, BC {row['bc']}", row["tau"]) for row in table["rows"]]
+            rows = [_task_row(f"{METHOD_NAMES[row['method']]}, BC {row['bc']}", row["tau"]) for row in table["rows"]]
             tables.append(Table(f"Table {number}: {table['model']}, T = 1", head, _best_in_columns(rows)))
     return tables
 

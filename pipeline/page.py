@@ -15,16 +15,18 @@ from jinja2 import Template
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from pipeline.figures import ratio
 from pipeline.pagekit import (
     AR_COLOR,
     DASH,
-    ESP_COLOR,
+    DRAFTED_COLOR,
     INK,
     chart,
     duration,
     fixed,
     integer,
     margin,
+    method_names,
     new_figure,
     percent,
     template,
@@ -63,13 +65,14 @@ def _comparison_lines(comparison: Mapping[str, Any]) -> Iterable[tuple[str, str]
     if not comparison["rows"]:
         yield "compared rows", "none"
         return
-    esp, ar, match = comparison["esp"], comparison["ar"], comparison["exact_match"]
+    name, drafted, ar = method_names(comparison["methods"]), comparison["drafted"], comparison["ar"]
+    match = comparison["exact_match"]
     divergence = comparison["first_divergence"]["min"]
-    yield "compared rows", f"{comparison['rows']:,}, decoded with ESP and plainly (AR) on the same engine"
+    yield "compared rows", f"{comparison['rows']:,}, decoded with {name} and plainly (AR) on the same engine"
     yield (
         "decode calls",
-        f"ESP {esp['decode_calls']:,}, AR {ar['decode_calls']:,}; per token ESP "
-        f"{fixed(esp['decode_calls_per_token'], 3)}, AR {fixed(ar['decode_calls_per_token'], 3)}; "
+        f"{name} {drafted['decode_calls']:,}, AR {ar['decode_calls']:,}; per token {name} "
+        f"{fixed(drafted['decode_calls_per_token'], 3)}, AR {fixed(ar['decode_calls_per_token'], 3)}; "
         f"call reduction {percent(comparison['call_reduction'])}",
     )
     yield (
@@ -87,11 +90,12 @@ def _comparison_lines(comparison: Mapping[str, Any]) -> Iterable[tuple[str, str]
         )
     yield (
         "tokens/s",
-        f"ESP {fixed(esp['tokens_per_s'], 1)}, AR {fixed(ar['tokens_per_s'], 1)} per device; "
+        f"{name} {fixed(drafted['tokens_per_s'], 1)}, AR {fixed(ar['tokens_per_s'], 1)} per device; "
         f"speed-up {times(comparison['speed_up'])}",
     )
-    if esp["usd_per_1m_tokens"] is not None:
-        yield "cost per 1M", f"ESP {usd(esp['usd_per_1m_tokens'])}, AR {usd(ar['usd_per_1m_tokens'])} (busy time)"
+    if drafted["usd_per_1m_tokens"] is not None:
+        costs = [usd(side["usd_per_1m_tokens"]) for side in (drafted, ar)]
+        yield "cost per 1M", f"{name} {costs[0]}, AR {costs[1]} (busy time)"
     yield from (("note", note) for note in comparison["notes"])
 
 
@@ -128,6 +132,7 @@ def render_html(summary: Mapping[str, Any]) -> str:
     return _template().render(
         s=summary,
         cards=_cards(summary),
+        drafted=method_names(summary["comparison"]["methods"]),
         sides=_side_table(summary["comparison"]),
         charts=_charts(summary),
         config_yaml=_yaml(run.get("config")),
@@ -163,6 +168,7 @@ def _cards(summary: Mapping[str, Any]) -> list[dict[str, str]]:
     """Headline numbers: label, value, detail."""
     rows, method, comparison, cost = summary["rows"], summary["method"], summary["comparison"], summary["cost"]
     match, is_cpu = comparison["exact_match"], summary["device"] == "cpu"
+    name = method_names(comparison["methods"])
     cards = [
         ("Rows done", integer(rows["done"]), f"{rows['failed']:,} failed of {rows['total']:,}"),
         ("Output tokens", integer(summary["tokens"]["output"]), f"{summary['tokens']['prompt']:,} prompt tokens"),
@@ -172,7 +178,7 @@ def _cards(summary: Mapping[str, Any]) -> list[dict[str, str]]:
     if comparison["rows"]:
         cards += [
             ("Exact match", f"{match['count']:,}/{match['of']:,}", "outputs equal to plain decoding"),
-            ("Speed-up", times(comparison["speed_up"]), "CPU ratio" if is_cpu else "tokens/s, ESP over plain"),
+            ("Speed-up", times(comparison["speed_up"]), "CPU ratio" if is_cpu else f"tokens/s, {name} over plain"),
         ]
     if cost["usd_per_1m_tokens"] is not None:
         cards.append(("Cost per 1M", usd(cost["usd_per_1m_tokens"]), "output tokens, allocated time"))
@@ -180,7 +186,7 @@ def _cards(summary: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _side_table(comparison: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Rows of the comparison's table: name, ESP, plain decoding, ESP / plain."""
+    """Rows of the comparison's table: name, drafted, plain decoding, drafted / plain."""
     formats: list[tuple[str, str, Callable[[Any], str]]] = [
         ("output_tokens", "Output tokens", integer),
         ("decode_calls", "Decode calls", integer),
@@ -191,10 +197,9 @@ def _side_table(comparison: Mapping[str, Any]) -> list[tuple[str, str, str, str]
         *((f"latency_s.{point}", f"Row latency {point}", duration) for point in ("p50", "p95", "p99")),
         ("usd_per_1m_tokens", "Cost per 1M tokens (busy time)", usd),
     ]
-    esp, ar = _flat(comparison["esp"]), _flat(comparison["ar"])
+    drafted, ar = _flat(comparison["drafted"]), _flat(comparison["ar"])
     return [
-        (label, show(esp[key]), show(ar[key]), times(esp[key] / ar[key] if esp[key] is not None and ar[key] else None))
-        for key, label, show in formats
+        (label, show(drafted[key]), show(ar[key]), times(ratio(drafted[key], ar[key]))) for key, label, show in formats
     ]
 
 
@@ -213,9 +218,9 @@ def _charts(summary: Mapping[str, Any]) -> list[dict[str, str]]:
         charts.append(_depth_chart(method["acceptance_by_depth"]))
     if method["accept_length_counts"]:
         charts.append(_length_chart(method["accept_length_counts"]))
-    if comparison["esp"]["tokens_per_s"] and comparison["ar"]["tokens_per_s"]:
+    if comparison["drafted"]["tokens_per_s"] and comparison["ar"]["tokens_per_s"]:
         charts.append(_sides_chart(comparison, "tokens_per_s", "Output tokens/s per device", "higher is better"))
-    if comparison["esp"]["decode_calls_per_token"] and comparison["ar"]["decode_calls_per_token"]:
+    if comparison["drafted"]["decode_calls_per_token"] and comparison["ar"]["decode_calls_per_token"]:
         charts.append(_sides_chart(comparison, "decode_calls_per_token", "Decode calls per token", "lower is better"))
     return charts
 
@@ -239,8 +244,9 @@ def _length_chart(counts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _sides_chart(comparison: Mapping[str, Any], key: str, title: str, direction: str) -> dict[str, str]:
     figure, axes = new_figure(height=1.8)
-    values = [comparison["ar"][key], comparison["esp"][key]]
-    bars = axes.barh(["plain (AR)", "ESP"], values, color=[AR_COLOR, ESP_COLOR], height=0.5)
+    values = [comparison["ar"][key], comparison["drafted"][key]]
+    names = ["plain (AR)", method_names(comparison["methods"])]
+    bars = axes.barh(names, values, color=[AR_COLOR, DRAFTED_COLOR], height=0.5)
     labels = [f"{value:#.3g}" if value < 100 else f"{value:,.0f}" for value in values]
     axes.bar_label(bars, labels, padding=4, color=INK)
     axes.grid(visible=False, axis="y")
@@ -249,7 +255,7 @@ def _sides_chart(comparison: Mapping[str, Any], key: str, title: str, direction:
 
 
 def _bars(axes: Axes, positions: Sequence[int], heights: Sequence[float], labels: Sequence[str]) -> None:
-    bars = axes.bar(positions, heights, color=ESP_COLOR, width=0.6)
+    bars = axes.bar(positions, heights, color=DRAFTED_COLOR, width=0.6)
     if len(positions) <= 9:
         axes.bar_label(bars, labels, padding=2, color=INK, fontsize=9)
     axes.grid(visible=False, axis="x")

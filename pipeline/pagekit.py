@@ -1,4 +1,4 @@
-"""What every page of ours is made of: number formats, figures as inline SVG, the template's surroundings.
+"""What every page of ours is made of: names, number formats, figures as inline SVG, the template's surroundings.
 
 Pages fetch nothing and escape every text. Their style is templates/page.css.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import matplotlib
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
@@ -15,6 +15,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 DASH = "\u2013"  # the page's and the lines' mark for an absent figure: an en dash
+
+METHOD_NAMES = {  # decoder.method -> what people call it
+    "ar": "AR",
+    "pld": "PLD",
+    "stand": "STAND",
+    "lade": "LADE",
+    "esp": "ESP",
+    "recycle": "recycle",
+    "hybrid": "hybrid",
+}
+
+
+def method_names(methods: Iterable[str]) -> str:
+    """For people: of all the methods that a resumed job's rows were decoded with."""
+    return " + ".join(METHOD_NAMES[method] for method in methods)
 
 
 def fixed(value: float | None, digits: int = 2) -> str:
@@ -81,7 +96,7 @@ def template(package: str, name: str) -> Template:
 
 # Figures
 
-ESP_COLOR, AR_COLOR, INK, GRID = "#2457d6", "#9aa6b8", "#46505f", "#e6e9ef"
+DRAFTED_COLOR, AR_COLOR, INK, GRID = "#2457d6", "#9aa6b8", "#46505f", "#e6e9ef"
 
 
 def new_figure(width: float = 5.2, height: float = 2.7) -> tuple[Figure, Axes]:

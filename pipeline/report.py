@@ -11,6 +11,7 @@ Words used in the keys:
   decode calls per  decode calls / (output tokens - the first token of each row, which prefill gives) = 1 / tau
   token
   call reduction    1 - decode calls per token, against plain decoding's
+  drafted, ar       the two sides of a comparison: the configured method's decoding and plain decoding, of the same rows
   session           workers whose working times overlap; a job that was stopped and resumed has several
   margin            at the first position where a row and its plain decoding differ: the difference between plain
                     decoding's two best log-probabilities, the nearness of a tie
@@ -25,11 +26,12 @@ from typing import Any
 
 from pipeline.figures import by_frequency, number, ratio, reduction, setting
 from pipeline.page import render_html
+from pipeline.pagekit import method_names
 from pipeline.redact import scrub, scrub_text
 from pipeline.times import times
 from pipeline.totals import MethodTotals, SideTotals, Totals, Values
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 MAX_MESSAGE = 500  # characters of an error message
 OCCUPANCY_TOLERANCE = 1.2  # the sides' mean batches may differ by this factor before the report says so
 
@@ -154,23 +156,25 @@ def _message(text: str | None) -> str:
 
 
 def _comparison(totals: Totals, price: float | None, device: str | None, dtype: str | None) -> dict[str, Any]:
-    """Both methods on the compared rows alone, and what follows from them."""
-    esp, ar, rows = _side(totals.compared, price), _side(totals.plain, price), totals.compared.rows
+    """Both sides on the compared rows alone, and what follows from them. methods: the drafted side's, several where
+    resumes changed the setting, the most rows' one first."""
+    drafted, ar, rows = _side(totals.compared, price), _side(totals.plain, price), totals.compared.rows
     result = {
         "rows": rows,
-        "esp": esp,
+        "methods": list(by_frequency(totals.compared_methods)),
+        "drafted": drafted,
         "ar": ar,
         "exact_match": {"count": totals.equal, "of": rows, "rate": ratio(totals.equal, rows)},
         "first_divergence": _divergences(totals),
-        "speed_up": ratio(esp["tokens_per_s"], ar["tokens_per_s"]),
-        "call_reduction": reduction(esp["decode_calls_per_token"], ar["decode_calls_per_token"]),
-        "length_ratio": ratio(esp["output_tokens"], ar["output_tokens"]),
+        "speed_up": ratio(drafted["tokens_per_s"], ar["tokens_per_s"]),
+        "call_reduction": reduction(drafted["decode_calls_per_token"], ar["decode_calls_per_token"]),
+        "length_ratio": ratio(drafted["output_tokens"], ar["output_tokens"]),
     }
     return {**result, "notes": list(_notes(result, device, dtype)) if rows else []}
 
 
 def _side(rows: SideTotals, price: float | None) -> dict[str, Any]:
-    """One method's figures."""
+    """One side's figures."""
     tokens, calls, engine_s = rows.sums["output_tokens"], rows.sums["decode_calls"], rows.sums["engine_s"]
     return {
         "rows": rows.rows,
@@ -220,11 +224,12 @@ def _notes(comparison: Mapping[str, Any], device: str | None, dtype: str | None)
         yield HALF_NOTE
     elif dtype == "auto":
         yield AUTO_NOTE
-    batches = (comparison["esp"]["mean_batch"], comparison["ar"]["mean_batch"])
+    batches = (comparison["drafted"]["mean_batch"], comparison["ar"]["mean_batch"])
     if all(batches) and max(batches) > OCCUPANCY_TOLERANCE * min(batches):
+        name = method_names(comparison["methods"])
         yield (
-            f"Different occupancy: steps held {batches[0]:.2f} sequences on average with ESP and {batches[1]:.2f} with "
-            "plain decoding; tokens/s and cost compare the two at those batch sizes."
+            f"Different occupancy: steps held {batches[0]:.2f} sequences on average with {name} and "
+            f"{batches[1]:.2f} with plain decoding; tokens/s and cost compare the two at those batch sizes."
         )
 
 

@@ -54,6 +54,7 @@ class Totals:
         self.methods: dict[str, MethodTotals] = {}
         self.latency = Values()
         self.compared = SideTotals("")
+        self.compared_methods: Counter[str] = Counter()
         self.plain = SideTotals(_AR)
         self.equal = 0  # compared rows whose outputs are the same
         self.margins = Values()
@@ -86,6 +87,7 @@ class Totals:
 
     def _add_compared(self, rows: pa.Table) -> None:
         self.compared.add(rows)
+        self.compared_methods += value_counts(rows["method"])
         self.plain.add(rows)
         differing = rows.filter(pc.invert(rows["exact_match"]))
         self.equal += rows.num_rows - differing.num_rows

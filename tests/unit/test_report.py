@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,9 @@ from html_page import Page
 
 from pipeline import report as reports
 from pipeline.config import parse_config
+from pipeline.decoder_config import SETTINGS_OF
 from pipeline.page import render_html, summary_lines
+from pipeline.pagekit import METHOD_NAMES
 from pipeline.report import AUTO_NOTE, CPU_NOTE, HALF_NOTE
 from pipeline.schema import output_schema
 from pipeline.totals import REPORT_COLUMNS, Totals
@@ -33,7 +36,7 @@ def identity(index: int) -> dict[str, Any]:
 
 
 def done_row(index: int, accept_lengths: list[int], **values: Any) -> dict[str, Any]:
-    """An ESP row; its counters follow from its accept lengths: 4 drafts and 10 rows a call, 10 prompt tokens."""
+    """A drafted row; its counters follow from its accept lengths: 4 drafts and 10 rows a call, 10 prompt tokens."""
     calls, given = len(accept_lengths), sum(accept_lengths)
     row = {
         **identity(index),
@@ -194,7 +197,7 @@ def test_latency_percentiles_interpolate() -> None:
 
 @pytest.fixture
 def compared_table() -> pa.Table:
-    """Two compared rows (12 tokens, ESP 2 s, plain 4 s) and one that is not, which must not count."""
+    """Two compared rows (12 tokens, drafted 2 s, plain 4 s) and one that is not, which must not count."""
     return table_of(
         compared_with(done_row(0, [1, 2, 3], mean_batch=2.0, engine_s=1.5, latency_s=1.0), engine_s=3.0),
         compared_with(done_row(1, [1, 1, 2], mean_batch=2.0, engine_s=0.5, latency_s=3.0), engine_s=1.0),
@@ -204,16 +207,17 @@ def compared_table() -> pa.Table:
 
 def test_comparison_counts_the_compared_rows_alone(compared_table: pa.Table) -> None:
     comparison = summarize(compared_table, run=run_record(price=3.6))["comparison"]
-    esp, ar = comparison["esp"], comparison["ar"]
-    assert comparison["rows"] == esp["rows"] == ar["rows"] == 2
-    assert esp.keys() == ar.keys()
-    assert (esp["output_tokens"], ar["output_tokens"]) == (12, 12)
-    assert (esp["decode_calls"], ar["decode_calls"]) == (6, 10)
-    assert (esp["decode_calls_per_token"], ar["decode_calls_per_token"]) == (pytest.approx(0.6), 1.0)
-    assert (esp["engine_s"], ar["engine_s"]) == (2.0, 4.0)
-    assert (esp["tokens_per_s"], ar["tokens_per_s"]) == (6.0, 3.0)
-    assert (esp["mean_batch"], ar["mean_batch"]) == (2.0, 2.0)
-    assert (esp["latency_s"]["p50"], ar["latency_s"]["p50"]) == (2.0, 4.0)
+    drafted, ar = comparison["drafted"], comparison["ar"]
+    assert comparison["methods"] == ["esp"]
+    assert comparison["rows"] == drafted["rows"] == ar["rows"] == 2
+    assert drafted.keys() == ar.keys()
+    assert (drafted["output_tokens"], ar["output_tokens"]) == (12, 12)
+    assert (drafted["decode_calls"], ar["decode_calls"]) == (6, 10)
+    assert (drafted["decode_calls_per_token"], ar["decode_calls_per_token"]) == (pytest.approx(0.6), 1.0)
+    assert (drafted["engine_s"], ar["engine_s"]) == (2.0, 4.0)
+    assert (drafted["tokens_per_s"], ar["tokens_per_s"]) == (6.0, 3.0)
+    assert (drafted["mean_batch"], ar["mean_batch"]) == (2.0, 2.0)
+    assert (drafted["latency_s"]["p50"], ar["latency_s"]["p50"]) == (2.0, 4.0)
     assert comparison["speed_up"] == 2.0
     assert comparison["call_reduction"] == pytest.approx(0.4)
     assert comparison["length_ratio"] == 1.0
@@ -225,7 +229,7 @@ def test_comparison_counts_the_compared_rows_alone(compared_table: pa.Table) -> 
 def test_cost_of_each_side(compared_table: pa.Table) -> None:
     comparison = summarize(compared_table, run=run_record(price=3.6))["comparison"]
     # 3.6 $/h is 0.001 $/s: 2 s and 4 s for 12 tokens.
-    assert comparison["esp"]["usd_per_1m_tokens"] == pytest.approx(0.002 / 12 * 1e6)
+    assert comparison["drafted"]["usd_per_1m_tokens"] == pytest.approx(0.002 / 12 * 1e6)
     assert comparison["ar"]["usd_per_1m_tokens"] == pytest.approx(0.004 / 12 * 1e6)
 
 
@@ -508,6 +512,48 @@ def test_summary_lines_without_price_or_comparison() -> None:
     assert "compared rows" in text
     assert "$" not in text
     assert "wall" not in text
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("methods", "name"),
+    [
+        (["hybrid"], "hybrid"),
+        (["pld"], "PLD"),
+        (["esp"], "ESP"),
+        (["lade", "hybrid", "hybrid"], "hybrid + LADE"),
+        (["stand", "ar", "ar"], "STAND"),  # resumed with plain decoding: the compared row is the first start's
+    ],
+)
+def test_the_drafted_side_is_called_what_it_is(methods: list[str], name: str) -> None:
+    rows = [done_row(i, [1, 2], method=method) for i, method in enumerate(methods)]
+    compared = [compared_with(row, engine_s=2.0) for row in rows if row["method"] != "ar"]
+    uneven = [{**row, "ar_mean_batch": 9.0} for row in compared]  # which a note says
+    plain = [row for row in rows if row["method"] == "ar"]
+    summary = summarize(table_of(*uneven, *plain), run=run_record(device="cuda", price=3.6))
+    lines, page = summary_lines(summary), Page(render_html(summary))
+    for label, words in (
+        ("compared rows", f"with {name} and plainly"),
+        ("decode calls", f"  {name} {2 * len(compared)}, AR"),
+        ("decode calls", f"per token {name} 0.667, AR"),
+        ("tokens/s", f"  {name} 4.0, AR"),
+        ("cost per 1M", f"  {name} $"),
+        ("note", f"on average with {name} and"),
+    ):
+        assert any(line.startswith(label) and words in line for line in lines), (label, words)
+    assert [name, "Plain (AR)", f"{name} / plain"] in [row[1:] for row in page.rows]
+    assert f"tokens/s, {name} over plain" in page.text
+    images = [base64.b64decode(value.partition("base64,")[2]) for tag, value in page.attributes if tag == "src"]
+    assert sum(f"<!-- {name} -->".encode() in image for image in images) == 2, "both charts of the two sides"
+    text = "\n".join([*lines, page.text, *(image.decode() for image in images)])
+    others = [other for other in METHOD_NAMES.values() if other not in ("AR", *name.split(" + "))]
+    assert not [other for other in others if other in text]
+
+
+def test_every_method_has_a_name() -> None:
+    assert METHOD_NAMES.keys() == SETTINGS_OF.keys()
 
 
 # The page
