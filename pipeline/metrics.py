@@ -17,7 +17,7 @@ STEP_BOUNDS_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class ActorMetrics:
-    """One actor's metrics, each with the method (esp, ar) as a tag; Ray adds node, worker and session."""
+    """One actor's metrics, each with the method (hybrid, ar) as a tag; Ray adds node, worker and session."""
 
     def __init__(self, method: str) -> None:
         self._rows = _counter("rows", "Rows that ended, failed ones included.")

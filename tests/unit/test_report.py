@@ -104,7 +104,7 @@ def run_record(
         "input": {"path": "in.jsonl"},
         "output": {"path": "out"},
         "model": {"path": "m", "device": device, "dtype": dtype},
-        "decoder": {"masks": 2},
+        "decoder": {"method": "esp", "masks": 2},
         "cost": {"device_hour_usd": price},
     }
     return {"config": parse_config(config).model_dump(), **more}
