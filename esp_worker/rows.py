@@ -7,7 +7,6 @@ what a step costs, never its tokens, and there is no clock here: times come in.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -61,37 +60,51 @@ class _Mean:
         self.value, self.count, self._rate = guess, 0, rate
 
     def add(self, measured: float) -> None:
+        """A moment of more than four times the mean counts as four."""
+        if self.count and self.value > 0:
+            measured = min(measured, 4 * self.value)
         self.count += 1
         self.value += max(self._rate, 1 / self.count) * (measured - self.value)
 
 
 class _Looks:
-    """Which steps look at trees, with batches of about one size: all while that pays; else as many as LOOKING of the
-    time allows, and fewer and fewer. What pays is what has paid, whatever was expected."""
+    """Which steps look at trees, with batches of about one size: all while that pays. What pays is what has paid,
+    whatever was expected.
 
-    FIRST = 8  # looks before that is known
-    LOOKING, LONGEST_WAIT = 0.01, 32
+    Where it has lost GRACE, no step does for a time; then BURST steps do, and so on. These bursts take about LOOKING of
+    the time, and less and less of it while they find nothing.
+    """
 
-    def __init__(self) -> None:
-        self._saved = _Mean(0.0, rate=0.05)  # by a step that looked, in plain steps
-        self._idle, self._left = 0, 0  # steps since looking paid, and until the next look
+    GRACE = 8.0  # plain steps that the bad luck of one sequence may lose; of B together less, and looking costs more
+    _RATE = 0.02
+    BURST, LOOKING, LONGEST_WAIT = 8, 0.01, 32 * 8
 
-    def due(self, price: float) -> bool:
-        """Whether the next step looks; price: of that, in plain steps."""
-        if self._saved.count < self.FIRST or self._saved.value > 0:
-            self._idle = self._left = 0
-            return True
-        self._idle += 1
-        self._left -= 1
-        if self._left > 0:
+    def __init__(self, batch: int) -> None:
+        self._grace = self.GRACE / batch**0.75
+        self._saved = _Mean(0.0, self._RATE)  # by a step that looked, in plain steps
+        self._lost = 0.0  # since it was last ahead
+        self._wait, self._closings = 0, 0
+
+    def due(self) -> bool:
+        """Whether the next step looks."""
+        if self._wait:
+            self._wait -= 1
             return False
-        often = max(math.ceil(price / self.LOOKING), 1)
-        self._left = min(often * (1 + self._idle // 16), self.LONGEST_WAIT)
         return True
 
-    def looked(self, saved: float) -> None:
-        """A step did, and saved so many plain steps."""
+    def looked(self, saved: float, price: float) -> None:
+        """A step did, and saved so many plain steps; price: what looking takes of such a step."""
         self._saved.add(saved)
+        self._lost = max(self._lost - saved, 0.0)
+        if self._saved.count < self.BURST:
+            return
+        if self._saved.value > 0:
+            self._closings = 0
+        elif self._lost > self._grace:
+            self._closings += 1
+            often = max(math.ceil(price / self.LOOKING), 1)
+            self._wait = min(self.BURST * often * self._closings, self.LONGEST_WAIT)
+            self._saved, self._lost = _Mean(0.0, self._RATE), self._grace
 
 
 class BestRows:
@@ -115,15 +128,16 @@ class BestRows:
         self._cost, self.most = cost, most
         self._widths = np.arange(1, most + 1)
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
-        # Seconds of drafting for a row, in steps that look at trees and in those that do not.
-        self._drafting = {looked: _Mean(0.0) for looked in (False, True)}
+        # Seconds of drafting: for a sequence in plain steps that look at trees, and in those that do not; for each
+        # drafted row beyond that.
+        self._looking, self._not_looking, self._per_row = _Mean(0.0), _Mean(0.0), _Mean(0.0)
         self._steps = 0
         # The table's, of each width of all sequences in the next step: without attention, and of attention.
         self._seconds = self._widths * 1.0, self._widths * 0.0
         self._chosen = 1.0, 1  # rows a sequence, and the widest one's
         self._batch = 1
         self._looked = False
-        self._looks_of: defaultdict[int, _Looks] = defaultdict(_Looks)  # by size of batch
+        self._looks_of: dict[int, _Looks] = {}  # by size of batch
         self._gain = 1.0  # of the last steps' choices over plain decoding
         self._promised = 0.0  # drafted tokens that the next step should accept
         # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
@@ -133,8 +147,7 @@ class BestRows:
         self._steps += 1
         self._batch = batch
         self._seconds = self._cost.parts(batch, self._widths, context)
-        looking = batch * (self._drafting[True].value - self._drafting[False].value)
-        self._looked = self._looks.due(looking / self._plain_seconds)
+        self._looked = self._looks.due()
         if not self._looked:
             return NO_TREE
         seconds = self._corrected(self._widths, self._widths)
@@ -157,20 +170,25 @@ class BestRows:
         wide = widest > 1
         self._took(wide, min(max((seconds - drafting) / expected, 0.25), 4.0))
         if self._looked and self._pace[False].count:
-            plain = self._plain_seconds + self._batch * self._drafting[False].value
-            took = min(seconds, 2 * expected * self._pace[wide].value)  # one slow moment must not decide
-            self._looks.looked(tokens / self._batch - took / plain)
+            plain = self._plain_seconds + self._batch * self._not_looking.value
+            took = min(seconds, 4 * expected * self._pace[wide].value)  # one slow moment must not decide
+            looking = self._batch * (self._looking.value - self._not_looking.value)
+            self._looks.looked(tokens / self._batch - took / plain, looking / plain)
         if wide:
             self._expected = self._KEEP * self._expected + self._promised
             self._accepted = self._KEEP * self._accepted + tokens - self._batch
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
-        usual, drafting = self._drafting[self._looked], drafting / (self._batch * rows)
-        usual.add(min(drafting, 4 * usual.value) if usual.count else drafting)
+        drafting /= self._batch
+        if wide:
+            self._per_row.add(max(drafting - self._looking.value, 0.0) / (rows - 1))
+        else:
+            (self._looking if self._looked else self._not_looking).add(drafting)
 
     @property
     def _looks(self) -> _Looks:
-        return self._looks_of[round(math.log2(self._batch))]
+        size = 1 << round(math.log2(self._batch))
+        return self._looks_of.setdefault(size, _Looks(size))
 
     def _took(self, wide: bool, ratio: float) -> None:
         """A step took `ratio` times the table's seconds."""
@@ -221,7 +239,11 @@ class BestRows:
         """Seconds as they really are, where trees are looked at."""
         wide = widest > 1
         pace = np.where(wide, self._pace[True].value, self._pace[False].value)
-        return self._of_table(rows, widest) * pace + self._batch * rows * self._drafting[True].value
+        per_row = self._per_row.value
+        if self._looking.count:  # or one slow moment of a wide step would rule wide steps out
+            per_row = min(per_row, self._looking.value)
+        drafting = self._batch * (self._looking.value + (rows - 1) * per_row)
+        return self._of_table(rows, widest) * pace + drafting
 
 
 def _ranks(owner: np.ndarray) -> np.ndarray:

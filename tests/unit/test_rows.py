@@ -88,14 +88,14 @@ def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
     """Two tokens of a step, minus what drafting takes beside it: 0.1 of a plain step is worth it, 1.1 is not."""
     rows = BestRows(Costs(1.0, 0.0), most=8)
     chosen = []
-    for _ in range(40):
+    for _ in range(200):
         least = rows.least(1, 100)
         chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.7)])
         looked = 0.0 if least == NO_TREE else drafting
         rows.spent(1.0 + looked, looked, chosen[-1])
     assert chosen[0] == 2
-    assert (chosen[-10:] == [2] * 10) == wide
-    assert (chosen[-10:] == [1] * 10) != wide
+    assert (chosen[-60:].count(2) >= 58) == wide
+    assert (chosen[-60:] == [1] * 60) != wide
 
 
 @pytest.mark.parametrize(("kept", "width"), [(True, 2), (False, 1)])
@@ -199,14 +199,14 @@ def test_wide_steps_are_checked_against_a_plain_one_now_and_then() -> None:
 def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     rows = BestRows(Costs(1.0, 1.0), most=8)
     looks = []
-    for step in range(400):
+    for step in range(2000):
         least = rows.least(1, 100)
         looks += [step] * (least != NO_TREE)
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
         looked = 0.0 if least == NO_TREE else 0.1
         rows.spent(1.0 + looked, looked, 1)
-    assert len(looks) < 40
-    assert max(b - a for a, b in itertools.pairwise(looks)) == _Looks.LONGEST_WAIT
+    assert len(looks) < 8 / 0.1 + 8 * 2000 / _Looks.LONGEST_WAIT + 30
+    assert max(b - a for a, b in itertools.pairwise(looks)) == _Looks.LONGEST_WAIT + 1
 
 
 def test_batches_of_another_size_look_for_themselves() -> None:
