@@ -60,9 +60,6 @@ class _Mean:
         self.value, self.count, self._rate = guess, 0, rate
 
     def add(self, measured: float) -> None:
-        """A moment of more than four times the mean counts as four."""
-        if self.count and self.value > 0:
-            measured = min(measured, 4 * self.value)
         self.count += 1
         self.value += max(self._rate, 1 / self.count) * (measured - self.value)
 
@@ -180,10 +177,10 @@ class BestRows:
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
         drafting /= self._batch
+        usual = self._per_row if wide else self._looking if self._looked else self._not_looking
         if wide:
-            self._per_row.add(max(drafting - self._looking.value, 0.0) / (rows - 1))
-        else:
-            (self._looking if self._looked else self._not_looking).add(drafting)
+            drafting = max(drafting - self._looking.value, 0.0) / (rows - 1)
+        usual.add(min(drafting, 4 * usual.value) if usual.value else drafting)
 
     @property
     def _looks(self) -> _Looks:

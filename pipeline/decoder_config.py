@@ -177,8 +177,8 @@ class DecoderConfig(Section):
         if idle:
             why = "method: ar drafts nothing" if self.method == "ar" else f"no settings of method: {self.method}"
             having = [method for method, settings in SETTINGS_OF.items() if settings and {*idle} <= {*settings}]
-            others = f", or set method: {' or '.join(having)}" if having else ""
-            raise ValueError(f"{', '.join(idle)}: {why}; leave them out{others}")
+            instead = f", or set method: {' or '.join(having)}" if having else ""
+            raise ValueError(f"{', '.join(idle)}: {why}; leave them out{instead}")
         if self.block_complexity == AUTO and self.probe_owners != "all":
             raise ValueError("probe_owners: block_complexity: auto chooses them; leave probe_owners out")
         for name in ("init_offset", "init_moments"):
