@@ -235,15 +235,3 @@ def test_no_node_that_could_pay_lies_below_the_least() -> None:
 
 def test_fixed_rows_are_fixed() -> None:
     assert FixedRows(7).choose([EMPTY_TREE, EMPTY_TREE]) == [7, 7]
-
-
-def test_rare_luck_counts_in_full() -> None:
-    """Two of three wide steps lose a fifth of a plain step, the third brings two tokens more."""
-    rows = BestRows(Costs(1.0, 0.1), most=8)
-    looks = 0
-    for step in range(1000):
-        (width,) = after_look(rows, [chain(0.5, 0.25)])
-        looks += rows._looked
-        wide = width > 1
-        rows.spent(1.0 + 0.1 * (width - 1), 0.0, 3 if wide and step % 3 == 0 else 1)
-    assert looks > 950
