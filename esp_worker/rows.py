@@ -116,7 +116,7 @@ class BestRows:
     WIDE_FIRST, PLAIN_FIRST = 8, 2
     PLAIN_EVERY = 64
     GAIN = 1.04  # over plain decoding, below which a step stays plain
-    _RATE = 0.1
+    _RATE, _SETTLED = 0.1, 10  # of means; measurements after which a mean's changes are the machine's
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
     # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
     _FORGET, _FORGIVE = 0.003, 0.001
@@ -188,13 +188,16 @@ class BestRows:
         return self._looks_of.setdefault(size, _Looks(size))
 
     def _took(self, wide: bool, ratio: float) -> None:
-        """A step took `ratio` times the table's seconds."""
-        plain_pace, wide_pace = self._pace[False], self._pace[True]
-        self._pace[wide].add(ratio)
-        if not self._pace[not wide].count:
-            self._pace[not wide].value = self._pace[wide].value  # until it is known, whatever slows all steps down
-        elif not wide:
-            wide_pace.value += self._FORGET * (plain_pace.value - wide_pace.value)
+        """A step took `ratio` times the table's seconds. What slows one kind of step down does the other, too."""
+        own, other = self._pace[wide], self._pace[not wide]
+        before = own.value
+        own.add(ratio)
+        if not other.count:
+            other.value = own.value
+        elif own.count > self._SETTLED:
+            other.value *= own.value / before
+        if not wide:
+            other.value += self._FORGET * (own.value - other.value)
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose

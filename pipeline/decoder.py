@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -56,37 +56,15 @@ class EngineDecoder:
         """Loads the model and warms the engine."""
         began = time.perf_counter()
         torch.set_num_threads(plan.threads)
-        config, engine = plan.config, plan.config.engine
-        checkpoint = resolve(config.model.path, config.model.revision)
-        if checkpoint.identity != plan.model_identity:
-            raise RuntimeError(
-                f"this node's files of {config.model.path} ({checkpoint.identity}) are not the driver's "
-                f"({plan.model_identity}); all nodes must see the same model"
-            )
-        trust = config.model.trust_remote_code
-        model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
-        kernels = accelerate(model) if engine.kernels == "auto" else "stock kernels"
-        key = cost_key(model, checkpoint.identity, kernels)
-        self._engine = Engine(
-            model,
-            make_drafters(
-                config.decoder,
-                model,
-                lambda: step_cost(model, key, engine.slots, plan.max_length),
-                lambda: successors(model, checkpoint.identity),
-            ),
-            slots=engine.slots,
-            max_length=plan.max_length,
-            prefill_tokens=engine.prefill_tokens,
-            prefix_reuse=engine.prefix_reuse,
-            cache_bytes=_cache_bytes(plan, model),
-        )
-        loaded = time.perf_counter()
+        # In a thread that ends: OpenMP's threads belong to the one that they work for. Were there those of two, and more
+        # than cores, they would sleep between a step's operators, which takes a third of a CPU's speed.
+        with ThreadPoolExecutor(1, "esp-load") as loading:
+            self._engine = loading.submit(_load, plan).result()
+            loaded = time.perf_counter()
+            loading.submit(self._warm_up).result()
         self.load_s = loaded - began
-        self._warm_up()
         self.warmup_s = time.perf_counter() - loaded
         self._service = EngineService(self._engine)
-        logger.info("engine ready: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
         logger.info(self._engine.memory_plan)
 
     def submit(self, request: Request, method: str | None = None) -> Future[Completion]:
@@ -105,6 +83,36 @@ class EngineDecoder:
         engine = self._engine
         prompt = tuple(token % engine.model.vocab_size for token in range(1, min(WARMUP_TOKENS + 1, engine.max_length)))
         return Request("warm-up", prompt, SamplingParams(max_new_tokens=WARMUP_TOKENS))
+
+
+def _load(plan: Plan) -> Engine:
+    config, settings = plan.config, plan.config.engine
+    checkpoint = resolve(config.model.path, config.model.revision)
+    if checkpoint.identity != plan.model_identity:
+        raise RuntimeError(
+            f"this node's files of {config.model.path} ({checkpoint.identity}) are not the driver's "
+            f"({plan.model_identity}); all nodes must see the same model"
+        )
+    trust = config.model.trust_remote_code
+    model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
+    kernels = accelerate(model) if settings.kernels == "auto" else "stock kernels"
+    key = cost_key(model, checkpoint.identity, kernels)
+    engine = Engine(
+        model,
+        make_drafters(
+            config.decoder,
+            model,
+            lambda: step_cost(model, key, settings.slots, plan.max_length),
+            lambda: successors(model, checkpoint.identity),
+        ),
+        slots=settings.slots,
+        max_length=plan.max_length,
+        prefill_tokens=settings.prefill_tokens,
+        prefix_reuse=settings.prefix_reuse,
+        cache_bytes=_cache_bytes(plan, model),
+    )
+    logger.info("engine loaded: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
+    return engine
 
 
 def _cache_bytes(plan: Plan, model: CausalModel) -> int:

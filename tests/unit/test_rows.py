@@ -235,3 +235,13 @@ def test_no_node_that_could_pay_lies_below_the_least() -> None:
 
 def test_fixed_rows_are_fixed() -> None:
     assert FixedRows(7).choose([EMPTY_TREE, EMPTY_TREE]) == [7, 7]
+
+
+def test_what_wide_steps_tell_of_the_machine_holds_for_plain_ones() -> None:
+    """The plain steps that are measured first fall into a slow time."""
+    rows = BestRows(Costs(1.0, 0.1), most=8)
+    for step in range(60):
+        (width,) = after_look(rows, [chain(0.9)])
+        slow = 2.0 if step < 20 else 1.0
+        rows.spent(slow * (1.0 + 0.1 * (width - 1)), 0.0, width)
+    assert rows._pace[False].value == pytest.approx(1.0, abs=0.1)
