@@ -56,8 +56,8 @@ class EngineDecoder:
         """Loads the model and warms the engine."""
         began = time.perf_counter()
         torch.set_num_threads(plan.threads)
-        # In a thread that ends: OpenMP's threads belong to the one that they work for. Were there those of two, and more
-        # than cores, they would sleep between a step's operators, which takes a third of a CPU's speed.
+        # In a thread that ends: OpenMP's threads belong to the one that they work for. Were there those of two, and
+        # more than cores, they would sleep between a step's operators, which takes a third of a CPU's speed.
         with ThreadPoolExecutor(1, "esp-load") as loading:
             self._engine = loading.submit(_load, plan).result()
             loaded = time.perf_counter()
