@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -115,6 +116,7 @@ class BestRows:
 
     WIDE_FIRST, PLAIN_FIRST = 8, 2
     PLAIN_EVERY = 64
+    CONTEXT = 32  # tokens that change little in what a step costs
     GAIN = 1.04  # over plain decoding, below which a step stays plain
     _RATE, _SETTLED = 0.1, 10  # of means; measurements after which a mean's changes are the machine's
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
@@ -122,8 +124,9 @@ class BestRows:
     _FORGET, _FORGIVE = 0.003, 0.001
 
     def __init__(self, cost: PartedCosts, most: int = MAX_ROWS) -> None:
-        self._cost, self.most = cost, most
-        self._widths = np.arange(1, most + 1)
+        self.most = most
+        self._widths = widths = np.arange(1, most + 1)
+        self._table = lru_cache(256)(lambda batch, context: cost.parts(batch, widths, context))
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
         # Seconds of drafting: for a sequence in plain steps that look at trees, and in those that do not; for each
         # drafted row beyond that.
@@ -143,7 +146,7 @@ class BestRows:
     def least(self, batch: int, context: int) -> float:
         self._steps += 1
         self._batch = batch
-        self._seconds = self._cost.parts(batch, self._widths, context)
+        self._seconds = self._table(batch, context - context % self.CONTEXT)
         self._looked = self._looks.due()
         if not self._looked:
             return NO_TREE

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class History:
-    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens that something follows (looked up
-    when first asked for: a text that nothing is drafted from costs nothing)."""
+    """A sequence's tokens, with every place of every n-gram of 1..`longest` tokens that something follows.
+    They are found when first asked for: a text that nothing is drafted from costs nothing."""
 
     NEWEST = 8  # places of an n-gram that `after` tells
 

@@ -56,6 +56,13 @@ def test_successors_are_the_models_own(family: str) -> None:
     assert (torch.from_numpy(found.tokens) == tokens).float().mean() > 0.99  # ties apart
 
 
+def test_rare_tokens_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esp_worker.prime.MOST", 7)
+    found = prime(tiny_model("llama"))
+    assert found.of(6) is not None
+    assert found.of(7) is None
+
+
 def test_what_there_was_no_time_for_is_added_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ESPSTREAM_CACHE", str(tmp_path))
     monkeypatch.setattr("esp_worker.prime.SIBLINGS", 5)

@@ -170,14 +170,15 @@ def test_a_text_that_repeats_itself_does_not_hide_the_next_ones_candidates() -> 
 
 def test_no_look_is_in_vain() -> None:
     """Among plain steps, whatever is looked at may be taken."""
-    rows = BestRows(Costs(1.0, 1.0), most=8)
+    costs = Costs(1.0, 1.0)
+    rows = BestRows(costs, most=8)
     for _ in range(300):
         least = rows.least(1, 100)
         assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
         rows.spent(1.0, 0.0, 1)
-    rows._cost = Costs(1.0, 0.0)
+    costs.row = 0.0
     for _ in range(_Looks.LONGEST_WAIT):
-        if rows.least(1, 100) != NO_TREE:
+        if rows.least(1, 200) != NO_TREE:
             assert rows.choose([chain(0.9)]) == [2]
             break
         rows.choose([EMPTY_TREE])
