@@ -408,6 +408,7 @@ class Engine:
             return
         drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
         drafting = time.perf_counter() - began
+        drafted = len(drafts)
         self._make_columns(
             max(sequence.length + draft.shape.rows for sequence, draft in zip(running, drafts, strict=True))
         )
@@ -423,7 +424,8 @@ class Engine:
             seconds = time.perf_counter() - began
             for sequence in running:
                 sequence.stats.engine_s += seconds / len(running)
-        self._lane.drafter.spent(seconds, drafting, sum(len(verdict.tokens) for verdict in verdicts))
+        if len(drafts) == drafted:  # else it is not the step that the drafter chose
+            self._lane.drafter.spent(seconds, drafting, sum(len(verdict.tokens) for verdict in verdicts))
         self._release()
 
     def _commit(

@@ -100,8 +100,8 @@ class _Looks:
             self._closings = 0
         elif self._lost > self._grace:
             self._closings += 1
-            often = max(math.ceil(price / self.LOOKING), 1)
-            self._wait = min(self.BURST * often * self._closings, self.LONGEST_WAIT)
+            wait = self.BURST * max(math.ceil(price / self.LOOKING), 1)
+            self._wait = max(wait, min(wait * self._closings, self.LONGEST_WAIT))
             self._saved, self._lost = _Mean(0.0, self._RATE), self._grace
 
 
@@ -168,7 +168,7 @@ class BestRows:
         rows, widest = self._chosen
         expected = float(self._of_table(np.array(rows), np.array(widest)))
         wide = widest > 1
-        self._took(wide, min(max((seconds - drafting) / expected, 0.25), 4.0))
+        self._took(wide, (seconds - drafting) / expected)
         if self._looked and self._pace[False].count:
             plain = self._plain_seconds + self._batch * self._not_looking.value
             took = min(seconds, 4 * expected * self._pace[wide].value)  # one slow moment must not decide
@@ -191,14 +191,15 @@ class BestRows:
         return self._looks_of.setdefault(size, _Looks(size))
 
     def _took(self, wide: bool, ratio: float) -> None:
-        """A step took `ratio` times the table's seconds. What slows one kind of step down does the other, too."""
+        """A step took `ratio` times the table's seconds. What slows one kind of step down may be the machine, or that
+        kind alone: the other's pace goes half the way with it, and is measured again sooner or later."""
         own, other = self._pace[wide], self._pace[not wide]
         before = own.value
-        own.add(ratio)
+        own.add(min(max(ratio, before / 4), 4 * before) if own.count else ratio)
         if not other.count:
             other.value = own.value
         elif own.count > self._SETTLED:
-            other.value *= own.value / before
+            other.value *= math.sqrt(own.value / before)
         if not wide:
             other.value += self._FORGET * (own.value - other.value)
 

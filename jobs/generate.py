@@ -114,18 +114,19 @@ def _plan_lines(job: Job, work: Work) -> list[str]:
     plan, config = job.plan, job.plan.config
     decoder = config.decoder
     samples = f", {config.sampling.n} samples of each" if config.sampling.n > 1 else ""
+    tree = f", {decoder.masks} masks, {decoder.tree} tree" if decoder.method == "esp" else ""
+    rows = f", block complexity {decoder.block_complexity}" if decoder.method != "ar" else ""
     lines = [
         f"input     {job.scan.total} rows in {len(job.scan.files)} file(s), {len(job.scan.duplicates)} duplicate ids"
         + samples,
         f"model     {config.model.path} ({plan.model_identity}), {plan.dtype} on {plan.device}",
-        f"decoder   {decoder.method}, {decoder.masks} masks, {decoder.tree} tree, block complexity "
-        f"{decoder.block_complexity}, {config.engine.slots} slots, max_length {plan.max_length}",
+        f"decoder   {decoder.method}{tree}{rows}, {config.engine.slots} slots, max_length {plan.max_length}",
         f"cluster   {config.cluster.actors} actor(s) x {plan.num_cpus:g} CPUs, {plan.num_gpus:g} GPUs, "
         f"{plan.threads} threads",
         f"output    {job.folder.place.uri}: {work.finished} rows there, {work.owed} to do",
     ]
-    rows = (row for file in job.scan.files for row in read_rows(file, config.input, job.scan.duplicates))
-    for row in itertools.islice(rows, DRY_RUN_ROWS):
+    read = (row for file in job.scan.files for row in read_rows(file, config.input, job.scan.duplicates))
+    for row in itertools.islice(read, DRY_RUN_ROWS):
         shown = row.error or json.dumps(row.messages_or_prompt, ensure_ascii=False)[:100]
         lines.append(f"row       {row.row_id}: {shown}")
     return lines

@@ -97,6 +97,7 @@ def _load(plan: Plan) -> Engine:
     model = load_model(checkpoint.folder, dtype=plan.dtype, device=plan.device, trust_remote_code=trust)
     kernels = accelerate(model) if settings.kernels == "auto" else "stock kernels"
     key = cost_key(model, checkpoint.identity, kernels)
+    cache_bytes = _cache_bytes(plan, model)  # of what is free before drafters measure steps with caches of their own
     engine = Engine(
         model,
         make_drafters(
@@ -109,7 +110,7 @@ def _load(plan: Plan) -> Engine:
         max_length=plan.max_length,
         prefill_tokens=settings.prefill_tokens,
         prefix_reuse=settings.prefix_reuse,
-        cache_bytes=_cache_bytes(plan, model),
+        cache_bytes=cache_bytes,
     )
     logger.info("engine loaded: %s, %s, %d threads, %s", plan.dtype, plan.device, plan.threads, kernels)
     return engine
