@@ -118,7 +118,7 @@ class BestRows:
     PLAIN_EVERY = 64
     CONTEXT = 32  # tokens that change little in what a step costs
     GAIN = 1.04  # over plain decoding, below which a step stays plain
-    _RATE, _SETTLED = 0.1, 10  # of means; measurements after which a mean's changes are the machine's
+    _RATE, _SETTLED = 0.1, 10  # of the gain's mean; measurements after which a pace's changes may be the machine's
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
     # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
     _FORGET, _FORGIVE = 0.003, 0.001
@@ -137,7 +137,8 @@ class BestRows:
         self._chosen = 1.0, 1  # rows a sequence, and the widest one's
         self._batch = 1
         self._looked = False
-        self._looks_of: dict[int, _Looks] = {}  # by size of batch
+        self._looks_of = lru_cache(None)(_Looks)  # by size of batch
+        self._looks = self._looks_of(1)  # of the next step's size
         self._gain = 1.0  # of the last steps' choices over plain decoding
         self._promised = 0.0  # drafted tokens that the next step should accept
         # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
@@ -147,6 +148,7 @@ class BestRows:
         self._steps += 1
         self._batch = batch
         self._seconds = self._table(batch, context - context % self.CONTEXT)
+        self._looks = self._looks_of(1 << round(math.log2(batch)))
         self._looked = self._looks.due()
         if not self._looked:
             return NO_TREE
@@ -184,11 +186,6 @@ class BestRows:
         if wide:
             drafting = max(drafting - self._looking.value, 0.0) / (rows - 1)
         usual.add(min(drafting, 4 * usual.value) if usual.value else drafting)
-
-    @property
-    def _looks(self) -> _Looks:
-        size = 1 << round(math.log2(self._batch))
-        return self._looks_of.setdefault(size, _Looks(size))
 
     def _took(self, wide: bool, ratio: float) -> None:
         """A step took `ratio` times the table's seconds. What slows one kind of step down may be the machine, or that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -248,27 +249,26 @@ def test_what_wide_steps_tell_of_the_machine_holds_for_plain_ones() -> None:
     assert rows._pace[False].value < 1.5
 
 
-@pytest.mark.parametrize("slower", [1.8, 3.0])
-def test_wide_steps_that_become_slow_are_given_up(slower: float) -> None:
-    """Contexts grow, say, and only wide steps suffer: for a time that looks as if the machine were slow."""
+def widths(steps: int, seconds: Callable[[int, bool], float]) -> list[int]:
+    """Of so many steps that take `seconds` (step, whether it is wide), with one draft, as lucky as promised."""
     rows = BestRows(Costs(1.0, 0.05), most=8)
     lucky = random.Random(0)
     chosen = []
-    for step in range(4000):
+    for step in range(steps):
         chosen += after_look(rows, [chain(0.6)])
         wide = chosen[-1] > 1
-        seconds = 1.05 * (slower if step >= 1000 else 1.0) if wide else 1.0
-        rows.spent(seconds, 0.0, 1 + (wide and lucky.random() < 0.6))
+        rows.spent(seconds(step, wide), 0.0, 1 + (wide and lucky.random() < 0.6))
+    return chosen
+
+
+@pytest.mark.parametrize("slower", [1.8, 3.0])
+def test_wide_steps_that_become_slow_are_given_up(slower: float) -> None:
+    """Contexts grow, say, and only wide steps suffer: for a time that looks as if the machine were slow."""
+    chosen = widths(4000, lambda step, wide: (1.05 * (slower if step >= 1000 else 1.0)) if wide else 1.0)
     assert chosen[500:1000].count(2) > 450
     assert chosen[-1000:].count(2) < 100
 
 
 def test_a_machine_that_is_far_slower_than_its_table_drafts_as_ever() -> None:
-    rows = BestRows(Costs(1.0, 0.05), most=8)
-    lucky = random.Random(0)
-    chosen = []
-    for _ in range(1000):
-        chosen += after_look(rows, [chain(0.6)])
-        wide = chosen[-1] > 1
-        rows.spent(8 * (1.05 if wide else 1.0), 0.0, 1 + (wide and lucky.random() < 0.6))
+    chosen = widths(1000, lambda _, wide: 8 * (1.05 if wide else 1.0))
     assert chosen[-500:].count(2) > 450
