@@ -42,17 +42,16 @@ def tree_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"tree attention does not implement {name}, which this model's layers ask for")
-    query = block.apart(query)
-    batch, heads, rows, size = query.shape
-    groups = key.shape[1]
-    folded = query.reshape(batch, groups, heads // groups * rows, size)
-    mask = block.additive(sliding_window, heads // groups, query.dtype)
-    if softcap is None and not _few_queries(folded):
-        key = key if key.stride(-1) == 1 else key.contiguous()  # as the fused kernels want it
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    else:
-        out = _explicit_attention(folded, key, value, mask, size**-0.5 if scaling is None else scaling, softcap)
-    return block.together(out.reshape(batch, heads, rows, size)), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    settings = sliding_window, scaling, softcap
+    parts = block.parts
+    if len(parts) == 1:
+        return _attention(block, query, key, value, *settings), None
+    outs = [
+        _attention(part, query[:, :, rows], key[slots, :, : part.columns], value[slots, :, : part.columns], *settings)
+        for slots, rows, part in parts
+    ]
+    return torch.cat(outs, 1), None
 
 
 def reads_keys_by_dimension(device: torch.device, dtype: torch.dtype) -> bool:
@@ -61,6 +60,29 @@ def reads_keys_by_dimension(device: torch.device, dtype: torch.dtype) -> bool:
     They take less time than PyTorch's fused kernel on a CPU; in 16 bits only that one sums in float32.
     """
     return device.type == "cpu" and dtype.itemsize >= 4
+
+
+def _attention(
+    block: Block,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    cap: float | None,
+) -> torch.Tensor:
+    """[1, H, R, D] -> [1, R, H, D]"""
+    query = block.apart(query)
+    batch, heads, rows, size = query.shape
+    groups = key.shape[1]
+    folded = query.reshape(batch, groups, heads // groups * rows, size)
+    mask = block.additive(window, heads // groups, query.dtype)
+    if cap is None and not _few_queries(folded):
+        key = key if key.stride(-1) == 1 else key.contiguous()  # as the fused kernels want it
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _explicit_attention(folded, key, value, mask, scaling, cap)
+    return block.together(out.reshape(batch, heads, rows, size))
 
 
 def _few_queries(query: torch.Tensor) -> bool:
@@ -87,4 +109,4 @@ def _explicit_attention(
     if mask is not None:
         scores.view(batch, groups, rows, -1).add_(mask)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(query.shape)
+    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(batch, groups, rows, -1)

@@ -9,10 +9,17 @@ context holds position c.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
+
+# What attention takes of a CPU, in products of one row and one column: to start its operators once more, and, in rows,
+# to read a column. By a small model's sizes; a larger one has more to win from parts.
+PART_START = 3200
+READING = 3
+MOST_SLOTS = 32  # of a part: bounds the search
 
 Where = tuple[slice, slice] | tuple[torch.Tensor, torch.Tensor]  # of slots and columns; tensors: [R] of each
 
@@ -63,6 +70,23 @@ class Block:
         if self._even and len(set(self.lengths)) == 1:
             return self.slots, slice(self.columns - self.width, self.columns)
         return self._slot_of + self.slots.start, self._contexts[self._slot_of] + self._place
+
+    @cached_property
+    def parts(self) -> list[tuple[slice, slice, Block]]:
+        """Neighbouring slots whose attention is computed together, all as wide as the widest and as long as the
+        longest: which of this block's slots and rows they are, and a block of them. Devices that start operators side
+        by side have one part."""
+        firsts = [0] if self._device.type != "cpu" else firsts_of_parts(self.lengths, self.counts)
+        if len(firsts) == 1:
+            return [(slice(None), slice(None), self)]
+        rows = [0, *itertools.accumulate(self.counts)]
+        parts = []
+        for first, end in itertools.pairwise([*firsts, len(self.counts)]):
+            slots = slice(first, end)
+            where = self.slots.start + first
+            part = Block(where, self.lengths[slots], self._offsets[slots], self._visible[slots], self._device)
+            parts.append((slots, slice(rows[first], rows[end]), part))
+        return parts
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, R, D] -> [B, H, N, D]; narrower blocks are filled up with their first row."""
@@ -149,3 +173,27 @@ class Block:
             visible[slot, :, :count] = own[0]
             visible[slot, :count, :count] = own
         return visible.to(self._device)
+
+
+def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """The first slot of each part of those that together take the least time."""
+    alone = [(length + count) * (count + READING) for length, count in zip(lengths, counts, strict=True)]
+    columns = max(length + count for length, count in zip(lengths, counts, strict=True))
+    if len(counts) * columns * (max(counts) + READING) - sum(alone) < PART_START:
+        return [0]  # no part more can pay
+    least = [0]  # of the slots before each
+    begins = [0]  # where the last part of these begins
+    for end in range(1, len(counts) + 1):
+        width = columns = 0
+        cheapest = -1, 0
+        for first in range(end - 1, max(end - MOST_SLOTS, 0) - 1, -1):
+            width, columns = max(width, counts[first]), max(columns, lengths[first] + counts[first])
+            cost = least[first] + PART_START + (end - first) * columns * (width + READING)
+            if not 0 <= cheapest[0] <= cost:
+                cheapest = cost, first
+        least.append(cheapest[0])
+        begins.append(cheapest[1])
+    firsts = [begins[-1]]
+    while firsts[-1]:
+        firsts.append(begins[firsts[-1]])
+    return firsts[::-1]

@@ -21,6 +21,7 @@ from esp_worker.block import Block
 from esp_worker.cache import SlotCache, rounded
 from esp_worker.cost import CostKey, CostTableError, StepCost
 from esp_worker.model import CausalModel
+from esp_worker.sampling import Ranked
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,6 @@ def _step(model: CausalModel, cache: SlotCache, sequences: int, rows: int, conte
     def run() -> None:
         block = Block(0, [context] * sequences, [offsets] * sequences, [visible] * sequences, device)
         hidden = model.forward_block(cache, block, model.embed(ids))
-        model.logits(hidden).argmax(-1).tolist()  # to the host, as the accept walk needs it
+        Ranked(model.logits(hidden)).argmax()  # to the host, as the accept walk needs it
 
     return run

@@ -1,7 +1,7 @@
 """What a decode step costs: seconds of a step as a function of its size, from a small measured grid.
 
-B sequences, N rows of each, T context tokens of each. Where some have fewer rows than others, all but attention takes
-as long as their mean does, and attention as long as if all had as many as the widest (block.py).
+B sequences, N rows of each, T context tokens of each. Where some have more rows than others, a step takes about as long
+as if all had their mean.
 Whoever can run the model measures (calibrate.py); this file only interpolates, and knows no torch.
 """
 
@@ -44,15 +44,9 @@ class CostKey:
 
 
 class Costs(Protocol):
-    """What AutoBudget needs of a StepCost."""
+    """What budgets need of a StepCost."""
 
     def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray: ...
-
-
-class PartedCosts(Protocol):
-    """What BestRows needs of one."""
-
-    def parts(self, sequences: int, rows: np.ndarray, context: float) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class CostTableError(ValueError):
@@ -102,15 +96,6 @@ class StepCost:
         plane = _between(at_sequences, grid, sequences)
         line = _between(at_contexts, plane.T, context)
         return np.interp(rows, at_rows, line)
-
-    def parts(self, sequences: int, rows: Sequence[int] | np.ndarray, context: float) -> tuple[np.ndarray, np.ndarray]:
-        """[W], [W]: the same seconds, without attention and of attention: of what grows with the context."""
-        whole = self.seconds(sequences, rows, context)
-        near, far = self.contexts[0], (*self.contexts, 2 * self.contexts[0])[1]
-        at_near = self.seconds(sequences, rows, near)
-        slope = (self.seconds(sequences, rows, far) - at_near) / (far - near)
-        attention = np.maximum(np.minimum(slope * near, at_near / 2) + whole - at_near, 0.0)
-        return whole - attention, attention
 
     def save(self, file: Path) -> None:
         """As JSON, whole or not at all."""

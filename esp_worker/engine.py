@@ -19,9 +19,10 @@ from esp_worker.drafters.base import Drafter, Prompt, Seen
 from esp_worker.lane import Lane
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
+from esp_worker.sampling import Ranked
 from esp_worker.sequence import ActiveSequence
 from esp_worker.slots import SlotTable
-from esp_worker.step import Step, answers, argmax, verify
+from esp_worker.step import Step, answers, verify
 from esp_worker.stopping import Ending, token_limit
 from esp_worker.tree import EMPTY_TREE, Draft
 from esp_worker.types import Completion, FinishReason, Request, TokenLogprobs
@@ -388,12 +389,12 @@ class Engine:
         tokens = sequence.request.prompt_ids[start : start + len(hidden)]
         for first in range(0, len(tokens), WATCHED_ROWS):
             part = tokens[first : first + WATCHED_ROWS]
-            logits = self.model.logits(hidden[first : first + WATCHED_ROWS])
-            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *answers(logits, watch))])
+            ranked = Ranked(self.model.logits(hidden[first : first + WATCHED_ROWS]))
+            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *answers(ranked, watch))])
 
     def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
         """logits [1 + masks, V]: the last prompt row's, then the masks'."""
-        verdict, found = verify(sequence, EMPTY_TREE, logits[:1], argmax(logits[:1]))
+        verdict, found = verify(sequence, EMPTY_TREE, logits[:1], Ranked(logits[:1]).argmax())
         sequence.logprobs += found
         sequence.commit(verdict.tokens)
         if sequence.ending is None:

@@ -21,7 +21,7 @@ from esp_worker.cache import rounded
 from esp_worker.checkpoint import cache_folder
 from esp_worker.model import CausalModel
 from esp_worker.odds import Answer, named_codes
-from esp_worker.sampling import top_k
+from esp_worker.sampling import Ranked
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def prime(model: CausalModel, known: Successors = NOBODYS, seconds: float = SECO
     tokens, logprobs = [known.tokens], [known.logprobs]
     for ids in torch.arange(len(known.tokens), _wanted(model), device=device).split(SIBLINGS):
         hidden = model.forward_block(cache, Block.siblings(0, 1, len(ids), device), model.embed(ids))
-        values, best = top_k(model.logits(hidden).float(), min(BEST, model.vocab_size))
+        values, best = Ranked(model.logits(hidden).float()).top(BEST)
         tokens.append(best.cpu().numpy())
         logprobs.append(values.log_softmax(-1).cpu().numpy())
         if time.perf_counter() - began > seconds:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from esp_worker.cost import MAX_ROWS, PartedCosts
+from esp_worker.cost import MAX_ROWS, Costs
 from esp_worker.tree import TokenTree
 
 NO_TREE = 2.0  # no P reaches it
@@ -123,18 +123,17 @@ class BestRows:
     # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
     _FORGET, _FORGIVE = 0.003, 0.001
 
-    def __init__(self, cost: PartedCosts, most: int = MAX_ROWS) -> None:
+    def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self.most = most
         self._widths = widths = np.arange(1, most + 1)
-        self._table = lru_cache(256)(lambda batch, context: cost.parts(batch, widths, context))
+        self._table = lru_cache(256)(lambda batch, context: cost.seconds(batch, widths, context))
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
         # Seconds of drafting: for a sequence in plain steps that look at trees, and in those that do not; for each
         # drafted row beyond that.
         self._looking, self._not_looking, self._per_row = _Mean(0.0), _Mean(0.0), _Mean(0.0)
         self._steps = 0
-        # The table's, of each width of all sequences in the next step: without attention, and of attention.
-        self._seconds = self._widths * 1.0, self._widths * 0.0
-        self._chosen = 1.0, 1  # rows a sequence, and the widest one's
+        self._seconds = self._widths * 1.0  # the table's, of the next step with so many rows a sequence
+        self._chosen = 1.0  # rows a sequence
         self._batch = 1
         self._looked = False
         self._looks_of = lru_cache(None)(_Looks)  # by size of batch
@@ -152,7 +151,7 @@ class BestRows:
         self._looked = self._looks.due()
         if not self._looked:
             return NO_TREE
-        seconds = self._corrected(self._widths, self._widths)
+        seconds = self._corrected(self._widths)
         per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
         least = float(per_row.min() / seconds[0]) * max(0.8 * self._gain, 1.0)
         return min(max(least, 1e-3), 1.0)
@@ -163,13 +162,13 @@ class BestRows:
         nodes = self._best(trees) if any(map(len, trees)) and not compare else [0] * len(trees)
         if self._looked and not any(map(len, trees)):
             self._gain += self._RATE * (1 - self._gain)  # or the last text's gain would hide this one's candidates
-        self._chosen = 1 + sum(nodes) / len(nodes), 1 + max(nodes)
+        self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
 
     def spent(self, seconds: float, drafting: float, tokens: int) -> None:
-        rows, widest = self._chosen
-        expected = float(self._of_table(np.array(rows), np.array(widest)))
-        wide = widest > 1
+        rows = self._chosen
+        expected = float(np.interp(rows, self._widths, self._seconds))
+        wide = rows > 1
         self._took(wide, (seconds - drafting) / expected)
         if self._looked and self._pace[False].count:
             plain = self._plain_seconds + self._batch * self._not_looking.value
@@ -202,60 +201,33 @@ class BestRows:
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
         """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
-        ancestors are no worse and so among them, and no more of one tree than pays for all, whose attention is padded.
+        ancestors are no worse and so among them.
         """
         count = len(trees)
         owner = np.repeat(np.arange(count), [len(tree) for tree in trees])
         probs = np.concatenate([np.asarray(tree.probs, np.float64) for tree in trees])
         order = np.argsort(-probs, kind="stable")
         owner, probs = owner[order], probs[order]
-        ranks = _ranks(owner)
-        kept = self._accepted / self._expected
-        best: tuple[float, np.ndarray] = (0.0, ranks[:0])
-        for most in _caps(int(ranks.max()) + 1) if count > 1 else [len(probs)]:
-            nodes = np.flatnonzero(ranks < most)
-            drafted = kept * np.append(0.0, probs[nodes].cumsum())
-            rows = 1 + np.arange(len(drafted)) / count
-            rates = (count + drafted) / self._corrected(rows, np.append(1, 2 + np.maximum.accumulate(ranks[nodes])))
-            top = int(rates.argmax())
-            best = max(best, (float(rates[top] / rates[0]), nodes[:top]), key=lambda each: each[0])
-        gain, nodes = best
+        drafted = self._accepted / self._expected * np.append(0.0, probs.cumsum())
+        rates = (count + drafted) / self._corrected(1 + np.arange(len(drafted)) / count)
+        nodes = int(rates.argmax())
+        gain = float(rates[nodes] / rates[0])
         self._gain += self._RATE * (gain - self._gain)
         if gain < self.GAIN:
-            nodes = nodes[:0]
-        self._promised = float(probs[nodes].sum())
-        return np.bincount(owner[nodes], minlength=count).tolist()
+            nodes = 0
+        self._promised = float(probs[:nodes].sum())
+        return np.bincount(owner[:nodes], minlength=count).tolist()
 
     @property
     def _plain_seconds(self) -> float:
         """Of a plain step as it really is, without drafting."""
-        return float(self._seconds[0][0] + self._seconds[1][0]) * self._pace[False].value
+        return float(self._seconds[0]) * self._pace[False].value
 
-    def _of_table(self, rows: np.ndarray, widest: np.ndarray) -> np.ndarray:
-        """Seconds of so many rows a sequence, of which the widest has so many."""
-        apart, attention = self._seconds
-        return np.interp(rows, self._widths, apart) + np.interp(widest, self._widths, attention)
-
-    def _corrected(self, rows: np.ndarray, widest: np.ndarray) -> np.ndarray:
-        """Seconds as they really are, where trees are looked at."""
-        wide = widest > 1
-        pace = np.where(wide, self._pace[True].value, self._pace[False].value)
+    def _corrected(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds as they really are of so many rows a sequence, where trees are looked at."""
+        pace = np.where(rows > 1, self._pace[True].value, self._pace[False].value)
         per_row = self._per_row.value
         if self._looking.count:  # or one slow moment of a wide step would rule wide steps out
             per_row = min(per_row, self._looking.value)
         drafting = self._batch * (self._looking.value + (rows - 1) * per_row)
-        return self._of_table(rows, widest) * pace + drafting
-
-
-def _ranks(owner: np.ndarray) -> np.ndarray:
-    """How many of the same owner stand before each."""
-    together = np.argsort(owner, kind="stable")
-    counts = np.bincount(owner)
-    ranks = np.empty(len(owner), np.intp)
-    ranks[together] = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
-    return ranks
-
-
-def _caps(most: int) -> list[int]:
-    """1, 2, 4, .. and the last that any limit is above."""
-    return [1 << power for power in range(most.bit_length() + 1)]
+        return np.interp(rows, self._widths, self._seconds) * pace + drafting

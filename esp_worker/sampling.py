@@ -18,7 +18,7 @@ import torch
 from esp_worker.types import SamplingParams, TokenLogprobs
 
 NUCLEUS = 512  # tokens that top-p looks at first; the rest only where their mass does not suffice
-_CHUNK = 128  # tokens that top_k looks at together
+_CHUNK = 128  # tokens that Ranked looks at together
 
 
 class NoTokenError(ValueError):
@@ -140,20 +140,40 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def top_k(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest values of each row of logits [R, V], largest first, and their tokens: [R, count] both.
+class Ranked:
+    """Logits [R, V], of whose rows the best tokens are asked for.
 
-    By chunks: the tokens lie in the `count` chunks of the largest maxima. On a CPU it takes a quarter of topk's time.
+    By chunks: the largest value of each is found once, for all questions; then few chunks are looked into. On a CPU
+    that takes a fifth of argmax's time, and a third of topk's.
     """
-    rows, size = logits.shape
-    if size <= _CHUNK * count:
-        return logits.topk(count)
-    padded = torch.nn.functional.pad(logits, (0, -size % _CHUNK), value=-torch.inf).view(rows, -1, _CHUNK)
-    chunks = padded.amax(-1).topk(count).indices
-    inside = padded.gather(1, chunks[..., None].expand(-1, -1, _CHUNK)).flatten(1)
-    values, places = inside.topk(count)
-    tokens = chunks.gather(1, places // _CHUNK) * _CHUNK + places % _CHUNK
-    return values, tokens.clamp(max=size - 1)  # where all else is -inf, the padding is no worse
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        padding = -logits.shape[1] % _CHUNK
+        padded = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf) if padding else logits
+        self._chunks = padded.view(len(logits), -1, _CHUNK)
+        self._largest = self._chunks.amax(-1)  # [R, C]
+
+    def argmax(self) -> list[int]:
+        """Each row's best token, the first of equals, -1 where the best is no number."""
+        chunk = self._largest.argmax(-1, keepdim=True)  # the first of equals
+        best, place = self._inside(chunk).max(-1)
+        tokens = chunk[:, 0] * _CHUNK + place
+        return torch.where(torch.isfinite(best), tokens, -1).tolist()  # one wait for the device
+
+    def top(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` largest values of each row, largest first, and their tokens: [R, count] both, or [R, V]."""
+        size = self.logits.shape[1]
+        if size <= _CHUNK * count:
+            return self.logits.topk(min(count, size))
+        chunks = self._largest.topk(count).indices
+        values, places = self._inside(chunks).topk(count)
+        tokens = chunks.gather(1, places // _CHUNK) * _CHUNK + places % _CHUNK
+        return values, tokens.clamp(max=size - 1)  # where all else is -inf, the padding is no worse
+
+    def _inside(self, chunks: torch.Tensor) -> torch.Tensor:
+        """[R, n] numbers of chunks -> [R, n * _CHUNK], what is in them."""
+        return self._chunks.gather(1, chunks[..., None].expand(-1, -1, _CHUNK)).flatten(1)
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprobs:

@@ -15,7 +15,7 @@ from esp_worker.block import Block
 from esp_worker.cache import SlotCache
 from esp_worker.drafters.base import Seen, Watch
 from esp_worker.model import CausalModel
-from esp_worker.sampling import NoTokenError, select_token, token_logprobs, top_k, why_no_token
+from esp_worker.sampling import NoTokenError, Ranked, select_token, token_logprobs, why_no_token
 from esp_worker.sequence import ActiveSequence
 from esp_worker.tree import Draft, TokenTree
 from esp_worker.types import TokenLogprobs
@@ -50,6 +50,7 @@ class Step:
         ends = list(itertools.accumulate(counts))
         self._answered = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         self._logits = model.logits(self._hidden if self._whole else self._hidden[self._token_rows()])
+        self._ranked = Ranked(self._logits)
 
     def _embeds(self) -> torch.Tensor:
         """[R, H]"""
@@ -73,7 +74,7 @@ class Step:
 
     def verify(self) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
         """Each sequence's accept walk, and the log-probabilities of its tokens where they are asked for."""
-        greedy = argmax(self._logits)
+        greedy = self._ranked.argmax()
         verdicts, found = [], []
         for sequence, draft, rows in zip(self._sequences, self._drafts, self._answered, strict=True):
             verdict, each = verify(sequence, draft.tree, self._logits[rows], greedy[rows])
@@ -83,7 +84,7 @@ class Step:
 
     def seen(self, slots: Sequence[int], verdicts: Sequence[Verdict], watch: Watch) -> list[Seen]:
         """What the model answers behind root and nodes of some slots' sequences."""
-        best, found = answers(self._logits, watch)
+        best, found = answers(self._ranked, watch)
         seen = []
         for slot in slots:
             tokens = (self._roots[slot], *self._drafts[slot].tree.tokens)
@@ -104,22 +105,16 @@ class Step:
         return list(logits.split([len(rows) for rows in probes]))
 
 
-def answers(logits: torch.Tensor, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of logits [R, V] the K best tokens of each row, best first, and their log-probabilities where they are asked for:
-    [R, K] both. Nothing else leaves the device."""
-    values, best = top_k(logits, min(watch.best, logits.shape[-1]))
+def answers(ranked: Ranked, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:
+    """The K best tokens of each row, best first, and their log-probabilities where they are asked for: [R, K] both.
+    Nothing else leaves the device."""
+    values, best = ranked.top(watch.best)
     tokens = best.cpu().numpy()
     if watch.probs == "none":
         return tokens, None
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    among = logits if watch.probs == "whole" else values
+    exact = torch.promote_types(values.dtype, torch.float32)
+    among = ranked.logits if watch.probs == "whole" else values
     return tokens, (values.to(exact) - among.to(exact).logsumexp(-1, keepdim=True)).cpu().numpy()
-
-
-def argmax(logits: torch.Tensor) -> list[int]:
-    """Of logits [R, V] each row's best token, -1 where the best is no number."""
-    best, tokens = logits.max(-1)
-    return torch.where(torch.isfinite(best), tokens, -1).tolist()  # one wait for the device
 
 
 def verify(

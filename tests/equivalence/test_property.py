@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, VOCAB, prompt, tiny_model
 
-from esp_worker import reference
+from esp_worker import block, reference
 from esp_worker.drafters.base import Drafter
 from esp_worker.drafters.hybrid import HybridDrafter
 from esp_worker.drafters.lade import Lookahead
@@ -147,14 +148,19 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     drafter=drafters(),
     engine=engine_settings(),
     asked=requests(),
+    part_start=st.sampled_from([block.PART_START, 100, 0]),  # attention of all slots together, of some, of each alone
 )
 def test_the_engine_equals_the_reference(
-    family: str, drafter: Callable[[CausalModel], Drafter], engine: dict[str, Any], asked: list[Request]
+    family: str,
+    drafter: Callable[[CausalModel], Drafter],
+    engine: dict[str, Any],
+    asked: list[Request],
+    part_start: int,
 ) -> None:
     model = tiny_model(family)
-    done = {
-        completion.request_id: completion for completion in Engine(model, [drafter(model)], **engine).generate(asked)
-    }
+    with mock.patch.object(block, "PART_START", part_start):
+        completions = list(Engine(model, [drafter(model)], **engine).generate(asked))
+    done = {completion.request_id: completion for completion in completions}
     assert len(done) == len(asked)
     for item in asked:
         want, got = reference.decode(model, item, engine["max_length"]), done[item.request_id]

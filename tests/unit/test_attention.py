@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from esp_worker import block as block_module
 from esp_worker.attention import tree_attention
-from esp_worker.block import Block
+from esp_worker.block import PART_START, READING, Block, firsts_of_parts
 
 MODULE = torch.nn.Identity()
 
@@ -37,6 +41,31 @@ def test_a_lone_row_behind_equal_contexts_needs_no_mask() -> None:
     assert additive(chains([4, 3], 1)) is not None
 
 
+def cost(firsts: Sequence[int], lengths: Sequence[int], counts: Sequence[int]) -> int:
+    ends = [*firsts[1:], len(counts)]
+    columns = [length + count for length, count in zip(lengths, counts, strict=True)]
+    return sum(
+        PART_START + (end - first) * max(columns[first:end]) * (max(counts[first:end]) + READING)
+        for first, end in zip(firsts, ends, strict=True)
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 16)), min_size=1, max_size=7))
+def test_slots_are_parted_at_the_least_cost(slots: list[tuple[int, int]]) -> None:
+    """Against all ways to part them."""
+    lengths, counts = zip(*slots, strict=True)
+    inner = range(1, len(slots))
+    ways = [[0, *cuts] for size in range(len(slots)) for cuts in itertools.combinations(inner, size)]
+    best = min(cost(way, lengths, counts) for way in ways)
+    assert cost(firsts_of_parts(lengths, counts), lengths, counts) == best
+
+
+def test_one_wide_block_stands_alone() -> None:
+    assert firsts_of_parts([100] * 16, [1] * 5 + [16] + [1] * 10) == [0, 5, 6]
+    assert firsts_of_parts([100] * 16, [1] * 16) == [0]
+    assert firsts_of_parts([100] * 5 + [3000] + [100] * 10, [1] * 16) == [0, 5, 6]
+
+
 def test_window_counts_positions() -> None:
     mask = additive(chains([4], 2), 3)
     assert mask is not None
@@ -48,6 +77,7 @@ def test_window_counts_positions() -> None:
 
 # Of each head, 9 queries and 60: the latter go to PyTorch's fused kernel.
 COUNTS = pytest.mark.parametrize("counts", [[3, 3], [3, 1], [1, 3], [20, 20], [2, 20]], ids=str)
+PARTS = pytest.mark.parametrize("part_start", [block_module.PART_START, 0], ids=["together", "apart"])
 LENGTHS, HEADS, GROUPS, SIZE = [5, 2], 6, 2, 4
 
 
@@ -74,7 +104,11 @@ def plain_attention(
 
 
 @COUNTS
-def test_packed_rows_and_folded_heads_equal_one_row_at_a_time(counts: list[int]) -> None:
+@PARTS
+def test_packed_rows_and_folded_heads_equal_one_row_at_a_time(
+    counts: list[int], part_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_module, "PART_START", part_start)
     states = draw_states()
     query = packed(states[0], counts)
     block = chains(LENGTHS, counts)

@@ -116,20 +116,3 @@ def test_each_setting_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp
 def test_what_is_no_grid(axes: Any, seconds: np.ndarray) -> None:
     with pytest.raises(ValueError, match="step-cost table"):
         StepCost(*axes, seconds, KEY)
-
-
-@given(tables(), POINT)
-def test_parts_are_the_whole(cost: StepCost, at: tuple[int, ...]) -> None:
-    apart, attention = cost.parts(at[0], [at[1]], at[2])
-    assert apart[0] > 0
-    assert attention[0] >= 0
-    assert apart[0] + attention[0] == pytest.approx(one(cost, *at), rel=1e-9)
-
-
-@pytest.mark.parametrize("context", [100, 400, 3000])
-def test_attention_is_what_grows_with_the_context(context: int) -> None:
-    rows, contexts = np.array([1, 8]), np.array([100, 1000])
-    seconds = 1.0 + 0.1 * rows[:, None] + 0.0001 * rows[:, None] * contexts
-    apart, attention = StepCost([1], rows, contexts, seconds[None], KEY).parts(1, rows, context)
-    assert apart == pytest.approx(1.0 + 0.1 * rows)
-    assert attention == pytest.approx(0.0001 * rows * context)

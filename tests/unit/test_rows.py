@@ -14,16 +14,13 @@ from esp_worker.tree import EMPTY_TREE, TokenTree
 
 
 class Costs:
-    """Seconds of a step that grow with the rows of the batch, but for the first few, and with the widest block."""
+    """Seconds of a step that grow with the rows of the batch, but for the first few."""
 
-    def __init__(self, fixed: float, row: float, free: int = 0, padded: float = 0.0) -> None:
-        self.fixed, self.row, self.free, self.padded = fixed, row, free, padded
+    def __init__(self, fixed: float, row: float, free: int = 0) -> None:
+        self.fixed, self.row, self.free = fixed, row, free
 
     def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
         return self.fixed + self.row * np.maximum(sequences * np.asarray(rows, np.float64) - self.free, 0)
-
-    def parts(self, sequences: int, rows: np.ndarray, context: float) -> tuple[np.ndarray, np.ndarray]:
-        return self.seconds(sequences, rows, context), self.padded * np.asarray(rows, np.float64)
 
 
 def chain(*probs: float) -> TokenTree:
@@ -49,22 +46,6 @@ def test_the_best_rate_over_all_ways_to_deal_rows_out(row: float) -> None:
     best = max(ways, key=rate)
     assert after_look(BestRows(costs, most=8), trees) == [1 + count for count in best]
     assert best[0] > best[1], "the two trees are not worth the same"
-
-
-@pytest.mark.parametrize("padded", [0.0, 0.05, 0.2, 2.0])
-def test_one_wide_block_is_paid_for_by_all(padded: float) -> None:
-    """The best rate where attention takes as long as if all sequences had as many rows as the widest."""
-    costs = Costs(1.0, 0.01, padded=padded)
-    trees = [chain(0.95, 0.9, 0.85, 0.8), chain(0.7), chain(0.7), EMPTY_TREE]
-
-    def rate(nodes: tuple[int, ...]) -> float:
-        tokens = sum(1 + sum(tree.probs[:count]) for tree, count in zip(trees, nodes, strict=True))
-        apart, attention = costs.parts(4, np.array([1 + sum(nodes) / 4, 1 + max(nodes)]), 0)
-        return tokens / float(apart[0] + attention[1])
-
-    best = max(itertools.product(*(range(len(tree) + 1) for tree in trees)), key=rate)
-    assert after_look(BestRows(costs, most=8), trees) == [1 + count for count in best]
-    assert max(best) == {0.0: 4, 0.05: 4, 0.2: 1, 2.0: 0}[padded]
 
 
 @pytest.mark.parametrize(("row", "rows"), [(0.0, 4), (10.0, 1)])

@@ -26,12 +26,12 @@ from transformers import (
 
 from esp_worker.sampling import (
     NoTokenError,
+    Ranked,
     edited_logits,
     filtered_logits,
     gumbel_noise,
     select_token,
     token_logprobs,
-    top_k,
 )
 from esp_worker.types import SamplingParams
 
@@ -416,8 +416,24 @@ def test_what_edits_logits(options: dict[str, Any], edits: bool) -> None:
 def test_top_k_by_chunks_is_top_k(rows: int, size: int, count: int) -> None:
     logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(size))
     logits[0, : size // 2] = -torch.inf
-    values, tokens = top_k(logits, count)
+    values, tokens = Ranked(logits).top(count)
     want, _ = logits.topk(count)
     assert torch.equal(values, want)
     assert torch.equal(logits.gather(1, tokens), want)
     assert all(len(set(row)) == count for row in tokens.tolist())
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 300, 1024])
+def test_the_best_of_equals_is_the_first(size: int) -> None:
+    logits = torch.randint(0, 3, (50, size), generator=torch.Generator().manual_seed(size)).float()
+    logits[0] = -5.0
+    want = [row.index(max(row)) for row in logits.tolist()]
+    assert Ranked(logits).argmax() == want
+    assert size == 1 or any(row.count(max(row)) > 1 for row in logits.tolist())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_whose_best_is_no_number_has_none(bad: float) -> None:
+    logits = torch.zeros(3, 300)
+    logits[0, 299], logits[1] = bad, -torch.inf
+    assert Ranked(logits).argmax() == [-1, -1, 0]
