@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from esp_worker.block import Block
@@ -22,8 +23,11 @@ from esp_worker.cache import SlotCache, rounded
 from esp_worker.cost import CostKey, CostTableError, StepCost
 from esp_worker.model import CausalModel
 from esp_worker.sampling import Ranked
+from esp_worker.tree import block_shape
 
 logger = logging.getLogger(__name__)
+
+_SHARES = (0.0, 2.5, 0.5, 1.0)  # of drafts, of one sequence after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ def measure(model: CausalModel, key: CostKey, grid: Grid, clock: Callable[[], fl
     """Medians over rounds that take every point in turn, so that a slow moment of the machine falls on all of them."""
     cache = model.new_cache(max(grid.sequences))
     # Columns of zeros stand for the context: attention takes its time whatever the keys are.
-    cache.resize(cache.slots, rounded(max(grid.contexts) + max(grid.rows)))
+    widest = max(dealt(max(grid.sequences), max(grid.rows)))
+    cache.resize(cache.slots, rounded(max(grid.contexts) + max(widest, max(grid.rows))))
     points = {
         point: _Point(point[0] * point[1], _step(model, cache, *point))
         for point in itertools.product(grid.sequences, grid.rows, grid.contexts)
@@ -119,17 +124,23 @@ class _Point:
     seconds: list[float] = field(default_factory=list)
 
 
+def dealt(sequences: int, rows: int) -> list[int]:
+    """Rows of each of some sequences, `rows` on average, as uneven as budgets deal them out: drafts are worth more to
+    one text than to another, and a step that is uneven takes longer."""
+    shares = np.resize(_SHARES, sequences).cumsum() if sequences > 1 else np.ones(1)
+    drafts = np.rint(shares / shares[-1] * (rows - 1) * sequences).astype(int)
+    return (1 + np.diff(drafts, prepend=0)).tolist()
+
+
 def _step(model: CausalModel, cache: SlotCache, sequences: int, rows: int, context: int) -> Callable[[], None]:
     """One decode step of that size, ready to run."""
     device = model.device
     ids = torch.arange(sequences * rows, device=device) % model.vocab_size
-    offsets = torch.ones(rows, dtype=torch.long)
-    offsets[0] = 0
-    visible = torch.eye(rows, dtype=torch.bool)
-    visible[:, 0] = True
+    stars = [block_shape((0,) * (count - 1), (), 0) for count in dealt(sequences, rows)]  # trees of depth 1
 
     def run() -> None:
-        block = Block(0, [context] * sequences, [offsets] * sequences, [visible] * sequences, device)
+        offsets, visible = [star.offsets for star in stars], [star.visible for star in stars]
+        block = Block(0, [context] * sequences, offsets, visible, device)
         hidden = model.forward_block(cache, block, model.embed(ids))
         Ranked(model.logits(hidden)).argmax()  # to the host, as the accept walk needs it
 

@@ -1,7 +1,6 @@
 """What a decode step costs: seconds of a step as a function of its size, from a small measured grid.
 
-B sequences, N rows of each, T context tokens of each. Where some have more rows than others, a step takes about as long
-as if all had their mean.
+B sequences, N rows of each on average, as uneven as budgets deal them out, T context tokens of each.
 Whoever can run the model measures (calibrate.py); this file only interpolates, and knows no torch.
 """
 
@@ -21,7 +20,7 @@ import xxhash
 
 from esp_worker.checkpoint import cache_folder
 
-FORMAT = 1
+FORMAT = 2
 MAX_ROWS = 64  # widest block of one sequence that a budget chooses
 _BEYOND = 1024.0  # how far behind the last measured point the grid is continued, in multiples of that point
 

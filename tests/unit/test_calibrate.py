@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny import tiny_model
 
-from esp_worker.calibrate import Grid, cost_key, measure, short_grid, step_cost
+from esp_worker.calibrate import Grid, cost_key, dealt, measure, short_grid, step_cost
 from esp_worker.cost import CostKey, StepCost
 from jobs.calibrate import main
 
@@ -104,3 +106,13 @@ def test_bad_numbers(value: str, words: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["--model", "m", "--rows", value])
     assert words in capsys.readouterr().err
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 40), st.integers(1, 64))
+def test_rows_are_dealt_out_unevenly(sequences: int, rows: int) -> None:
+    counts = dealt(sequences, rows)
+    assert len(counts) == sequences
+    assert sum(counts) == sequences * rows
+    assert min(counts) >= 1
+    assert (max(counts) > min(counts)) == (sequences > 1 and rows > 1)
