@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow fuzz soak chaos lint format bench constraints clean
+.PHONY: help venv demo test test-slow fuzz soak chaos device lint format bench constraints clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +56,9 @@ soak: venv ## Long runs that measure memory and rows/s: make soak ARGS='job 1000
 chaos: venv ## SIGKILL to driver, actors and a node at random moments: 20 rounds with a fake decoder, 3 with SmolLM2
 	$(PY) tests/chaos.py --rounds 20 --rows 500
 	$(PY) tests/chaos.py --rounds 3 --rows 48 --real
+
+device: venv ## On a machine with a GPU: tokens against the reference there, and what a step costs by its rows
+	$(BIN)/pytest tests/device
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .
