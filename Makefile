@@ -58,7 +58,7 @@ chaos: venv ## SIGKILL to driver, actors and a node at random moments: 20 rounds
 	$(PY) tests/chaos.py --rounds 3 --rows 48 --real
 
 device: venv ## On a machine with a GPU: tokens against the reference there, and what a step costs by its rows
-	$(BIN)/pytest tests/device
+	$(BIN)/pytest -m 'slow or not slow' tests/device
 
 lint: venv ## ruff, formatting, types, import rules
 	$(BIN)/ruff check .

@@ -44,12 +44,11 @@ def tree_attention(
             raise ValueError(f"tree attention does not implement {name}, which this model's layers ask for")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     settings = sliding_window, scaling, softcap
-    parts = block.parts
-    if len(parts) == 1:
+    if not block.parts:
         return _attention(block, query, key, value, *settings), None
     outs = [
         _attention(part, query[:, :, rows], key[slots, :, : part.columns], value[slots, :, : part.columns], *settings)
-        for slots, rows, part in parts
+        for slots, rows, part in block.parts
     ]
     return torch.cat(outs, 1), None
 
@@ -109,4 +108,4 @@ def _explicit_attention(
     if mask is not None:
         scores.view(batch, groups, rows, -1).add_(mask)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(batch, groups, rows, -1)
+    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(query.shape)

@@ -74,11 +74,11 @@ class Block:
     @cached_property
     def parts(self) -> list[tuple[slice, slice, Block]]:
         """Neighbouring slots whose attention is computed together, all as wide as the widest and as long as the
-        longest: which of this block's slots and rows they are, and a block of them. Devices that start operators side
-        by side have one part."""
+        longest: which of this block's slots and rows they are, and a block of them. None where all are one part, as on
+        devices that start operators side by side."""
         firsts = [0] if self._device.type != "cpu" else firsts_of_parts(self.lengths, self.counts)
         if len(firsts) == 1:
-            return [(slice(None), slice(None), self)]
+            return []  # not the block itself: a cycle would hold its masks until the garbage collector comes
         rows = [0, *itertools.accumulate(self.counts)]
         parts = []
         for first, end in itertools.pairwise([*firsts, len(self.counts)]):
@@ -176,7 +176,7 @@ class Block:
 
 
 def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """The first slot of each part of those that together take the least time."""
+    """The first slot of each part of those that together take the least time, parts of at most MOST_SLOTS."""
     alone = [(length + count) * (count + READING) for length, count in zip(lengths, counts, strict=True)]
     columns = max(length + count for length, count in zip(lengths, counts, strict=True))
     if len(counts) * columns * (max(counts) + READING) - sum(alone) < PART_START:

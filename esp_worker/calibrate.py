@@ -1,7 +1,7 @@
 """Measures what whole engine steps cost on this machine: block forward, lm_head and the way back to the host.
 
-B sequences, N rows a sequence, T context tokens a sequence. A synthetic block stands for a real one: N - 1 nodes under
-one root, and lm_head on all of its rows.
+B sequences, N rows a sequence on average, T context tokens a sequence. Synthetic blocks stand for real ones: some nodes
+under one root, and lm_head on all rows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from esp_worker.block import Block
 from esp_worker.cache import SlotCache, rounded
-from esp_worker.cost import CostKey, CostTableError, StepCost
+from esp_worker.cost import MAX_ROWS, CostKey, CostTableError, StepCost
 from esp_worker.model import CausalModel
 from esp_worker.sampling import Ranked
 from esp_worker.tree import block_shape
 
 logger = logging.getLogger(__name__)
 
-_SHARES = (0.0, 2.5, 0.5, 1.0)  # of drafts, of one sequence after the other
+_SHARES = np.array([0.0, 2.5, 0.5, 1.0])  # of drafts, of one sequence after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def step_cost(model: CausalModel, key: CostKey, slots: int, max_length: int) -> 
 
 def short_grid(slots: int, max_length: int) -> Grid:
     """Few enough points for an actor's warm-up."""
-    contexts = sorted({max(min(context, max_length - 1), 1) for context in (128, 1024)})
+    contexts = sorted({max(min(context, max_length - 2), 1) for context in (128, 1024)})  # nodes stand behind the root
     return Grid(sorted({1, slots}), [1, 2, 8, 30], contexts, repeats=3, seconds=6.0)
 
 
@@ -92,8 +92,8 @@ def measure(model: CausalModel, key: CostKey, grid: Grid, clock: Callable[[], fl
     """Medians over rounds that take every point in turn, so that a slow moment of the machine falls on all of them."""
     cache = model.new_cache(max(grid.sequences))
     # Columns of zeros stand for the context: attention takes its time whatever the keys are.
-    widest = max(dealt(max(grid.sequences), max(grid.rows)))
-    cache.resize(cache.slots, rounded(max(grid.contexts) + max(widest, max(grid.rows))))
+    widest = max(max(dealt(sequences, max(grid.rows))) for sequences in grid.sequences)
+    cache.resize(cache.slots, rounded(max(grid.contexts) + widest))
     points = {
         point: _Point(point[0] * point[1], _step(model, cache, *point))
         for point in itertools.product(grid.sequences, grid.rows, grid.contexts)
@@ -127,9 +127,16 @@ class _Point:
 def dealt(sequences: int, rows: int) -> list[int]:
     """Rows of each of some sequences, `rows` on average, as uneven as budgets deal them out: drafts are worth more to
     one text than to another, and a step that is uneven takes longer."""
-    shares = np.resize(_SHARES, sequences).cumsum() if sequences > 1 else np.ones(1)
-    drafts = np.rint(shares / shares[-1] * (rows - 1) * sequences).astype(int)
-    return (1 + np.diff(drafts, prepend=0)).tolist()
+    if sequences == 1:
+        return [rows]
+    uneven = np.resize(_SHARES, sequences)
+    uneven = uneven / uneven.mean()
+    for evenness in (0.0, 0.25, 0.5, 0.75, 1.0):
+        shares = evenness + (1 - evenness) * uneven
+        counts = 1 + np.diff(np.rint(shares.cumsum() * (rows - 1)).astype(int), prepend=0)
+        if counts.max() <= MAX_ROWS:  # more than that no budget gives one sequence
+            break
+    return [int(count) for count in counts]
 
 
 def _step(model: CausalModel, cache: SlotCache, sequences: int, rows: int, context: int) -> Callable[[], None]:

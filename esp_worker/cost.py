@@ -90,7 +90,8 @@ class StepCost:
         return axes, seconds
 
     def seconds(self, sequences: int, rows: Sequence[int] | np.ndarray, context: float) -> np.ndarray:
-        """[W] seconds of steps of `sequences` sequences with `rows` [W] rows each, behind `context` tokens each."""
+        """[W] seconds of steps of `sequences` sequences with `rows` [W] rows each on average, behind `context` tokens
+        each."""
         (at_sequences, at_rows, at_contexts), grid = self._grid
         plane = _between(at_sequences, grid, sequences)
         line = _between(at_contexts, plane.T, context)

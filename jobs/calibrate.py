@@ -118,7 +118,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", choices=("auto", "stock"), default="auto", help="as the job's engine.kernels")
     parser.add_argument("--slots", type=_numbers, default=[1, 4, 16], metavar="1,4,16", help="sequences in a step")
     parser.add_argument(
-        "--rows", type=_numbers, default=[1, 2, 4, 8, 16, 30, 60], metavar="1,2,..", help="rows of each sequence"
+        "--rows",
+        type=_numbers,
+        default=[1, 2, 4, 8, 16, 30, 60],
+        metavar="1,2,..",
+        help="mean rows of a sequence",
     )
     parser.add_argument(
         "--context", type=_numbers, default=[128, 1024], metavar="128,1024", help="context tokens of each sequence"

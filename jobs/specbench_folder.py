@@ -79,7 +79,11 @@ class Folder:
 
     def step_cost(self) -> StepCost | None:
         content = self._read(STEPS_FILE)
-        return None if content is None else StepCost.from_content(content)
+        try:
+            return None if content is None else StepCost.from_content(content)
+        except (ValueError, KeyError, TypeError) as error:
+            uri = self.place.child(STEPS_FILE).uri
+            raise ConfigError(f"--out: {uri} holds no step costs for this version ({error}); move it away") from error
 
     def write_step_cost(self, cost: StepCost) -> None:
         self._write(STEPS_FILE, cost.content())

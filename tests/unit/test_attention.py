@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -89,14 +91,17 @@ def draw_states() -> list[torch.Tensor]:
 
 
 def plain_attention(
-    states: list[torch.Tensor], counts: list[int], bend: Callable[[torch.Tensor], torch.Tensor]
+    states: list[torch.Tensor],
+    counts: list[int],
+    bend: Callable[[torch.Tensor], torch.Tensor],
+    window: int = 1000,
 ) -> torch.Tensor:
     """Row by row, over what a chain behind each context sees; `bend` is done to the scores: [1, R, H, D]."""
     query, key, value = states
     out = []
     for slot, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
         for row in range(count):
-            seen = slice(0, length + row + 1)
+            seen = slice(max(length + row + 1 - window, 0), length + row + 1)
             keys, values = (x[slot, :, seen].repeat_interleave(HEADS // GROUPS, 0) for x in (key, value))
             scores = bend((keys @ query[slot, :, row, :, None])[..., 0] * 0.5)  # which is also 4**-0.5
             out.append((scores.softmax(-1)[:, None] @ values)[:, 0])
@@ -116,10 +121,46 @@ def test_packed_rows_and_folded_heads_equal_one_row_at_a_time(
     torch.testing.assert_close(got, plain_attention(states, counts, lambda scores: scores))
 
 
+@PARTS
+@pytest.mark.parametrize("window", [2, 4])
+def test_a_window_is_that_of_each_row_in_a_part_too(
+    window: int, part_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_module, "PART_START", part_start)
+    states, counts = draw_states(), [1, 3]
+    block = chains(LENGTHS, counts)
+    key, value = (x[:, :, : block.columns] for x in states[1:])
+    got, _ = tree_attention(MODULE, packed(states[0], counts), key, value, None, block=block, sliding_window=window)
+    want = plain_attention(states, counts, lambda scores: scores, window)
+    torch.testing.assert_close(got, want)
+    assert not torch.allclose(want, plain_attention(states, counts, lambda scores: scores))
+
+
+def test_a_block_goes_with_its_last_user() -> None:
+    """Its masks may be large: they must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        for counts in ([1, 1], [1, 20]):
+            block = chains(LENGTHS, counts)
+            states = draw_states()
+            tree_attention(
+                MODULE, packed(states[0], counts), *(x[:, :, : block.columns] for x in states[1:]), None, block=block
+            )
+            alive = weakref.ref(block)
+            del block
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
 @COUNTS
+@PARTS
 @pytest.mark.parametrize("scaling", [0.5, None])
-def test_scores_are_capped_before_the_mask(scaling: float | None, counts: list[int]) -> None:
+def test_scores_are_capped_before_the_mask(
+    scaling: float | None, counts: list[int], part_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cap of 0.3 flattens the scores; capped after the mask, a hidden column would come back with weight."""
+    monkeypatch.setattr(block_module, "PART_START", part_start)
     states, cap = draw_states(), 0.3
     query = packed(states[0], counts)
     block = chains(LENGTHS, counts)

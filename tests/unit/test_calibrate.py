@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
+from tiny import CONTEXT, tiny_model
 
 from esp_worker.calibrate import Grid, cost_key, dealt, measure, short_grid, step_cost
-from esp_worker.cost import CostKey, StepCost
+from esp_worker.cost import MAX_ROWS, CostKey, StepCost
 from jobs.calibrate import main
 
 KEY = CostKey("m", "float64", "a CPU", 1, "stock")
@@ -115,4 +115,10 @@ def test_rows_are_dealt_out_unevenly(sequences: int, rows: int) -> None:
     assert len(counts) == sequences
     assert sum(counts) == sequences * rows
     assert min(counts) >= 1
-    assert (max(counts) > min(counts)) == (sequences > 1 and rows > 1)
+    assert max(counts) <= MAX_ROWS
+    assert max(counts) > min(counts) or sequences == 1 or rows == 1 or rows > 16
+
+
+def test_learned_positions_reach_far_enough_for_a_short_table() -> None:
+    cost = measure(tiny_model("gpt2"), KEY, short_grid(2, CONTEXT))
+    assert cost.contexts == (CONTEXT - 2,)
