@@ -10,6 +10,7 @@ context holds position c.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -74,8 +75,8 @@ class Block:
     @cached_property
     def parts(self) -> list[tuple[slice, slice, Block]]:
         """Neighbouring slots whose attention is computed together, all as wide as the widest and as long as the
-        longest: which of this block's slots and rows they are, and a block of them. None where all are one part, as on
-        devices that start operators side by side."""
+        longest: which of this block's slots and rows they are, and a block of them. Empty where all are one part, as
+        on devices that start operators side by side."""
         firsts = [0] if self._device.type != "cpu" else firsts_of_parts(self.lengths, self.counts)
         if len(firsts) == 1:
             return []  # not the block itself: a cycle would hold its masks until the garbage collector comes
@@ -177,19 +178,19 @@ class Block:
 
 def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
     """The first slot of each part of those that together take the least time, parts of at most MOST_SLOTS."""
-    alone = [(length + count) * (count + READING) for length, count in zip(lengths, counts, strict=True)]
-    columns = max(length + count for length, count in zip(lengths, counts, strict=True))
-    if len(counts) * columns * (max(counts) + READING) - sum(alone) < PART_START:
+    ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+    alone = sum(end * (count + READING) for end, count in zip(ends, counts, strict=True))
+    if len(counts) * max(ends) * (max(counts) + READING) - alone < PART_START:
         return [0]  # no part more can pay
-    least = [0]  # of the slots before each
+    least = [0.0]  # of the slots before each
     begins = [0]  # where the last part of these begins
     for end in range(1, len(counts) + 1):
         width = columns = 0
-        cheapest = -1, 0
+        cheapest = math.inf, 0
         for first in range(end - 1, max(end - MOST_SLOTS, 0) - 1, -1):
-            width, columns = max(width, counts[first]), max(columns, lengths[first] + counts[first])
+            width, columns = max(width, counts[first]), max(columns, ends[first])
             cost = least[first] + PART_START + (end - first) * columns * (width + READING)
-            if not 0 <= cheapest[0] <= cost:
+            if cost < cheapest[0]:
                 cheapest = cost, first
         least.append(cheapest[0])
         begins.append(cheapest[1])

@@ -130,7 +130,7 @@ def dealt(sequences: int, rows: int) -> list[int]:
     if sequences == 1:
         return [rows]
     uneven = np.resize(_SHARES, sequences)
-    uneven = uneven / uneven.mean()
+    uneven /= uneven.mean()
     for evenness in (0.0, 0.25, 0.5, 0.75, 1.0):
         shares = evenness + (1 - evenness) * uneven
         counts = 1 + np.diff(np.rint(shares.cumsum() * (rows - 1)).astype(int), prepend=0)

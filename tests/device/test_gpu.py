@@ -30,6 +30,7 @@ from jobs.bench_step import measure_steps, print_steps, step_results
 from jobs.ceiling import measure_ceiling
 from jobs.runtime import machine
 
+# Slow, without a limit: all families in one test, and a model of 16 GB. `make test` leaves them out, on a GPU too.
 GPU = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 DRAFTERS: dict[str, Callable[[CausalModel], Drafter]] = {
