@@ -1,4 +1,4 @@
-"""The rows of one forward pass: a prompt's chunk, or the blocks of all sequences of a decode step.
+"""The rows of one forward pass: the blocks of all sequences that decode, and chunks of prompts.
 
 B slots, N_b rows of slot b, R rows in all, N of the widest block, T cache columns, H heads, g = query heads per
 key/value head, D head size.
@@ -16,9 +16,10 @@ from functools import cached_property
 
 import torch
 
-# What attention takes of a CPU, in products of one row and one column: to start its operators once more, and, in rows,
-# to read a column. By a small model's sizes; a larger one has more to win from parts.
-PART_START = 3200
+# What attention takes, in products of one row and one column: to start its operators once more, on a CPU and on devices
+# that compute thousands side by side, and, in rows, to read a column. The CPU's by a small model's sizes (a larger one
+# has more to win from parts), the others' worked out: 50 us at 20 TFLOP/s.
+PART_START, PART_START_WIDE = 3200, 400_000
 READING = 3
 MOST_SLOTS = 32  # of a part: bounds the search
 
@@ -52,8 +53,8 @@ class Block:
     @classmethod
     def chain(cls, slot: int, start: int, rows: int, device: torch.device) -> Block:
         """`rows` rows of one slot from position `start` on, each behind the other."""
-        visible = torch.ones(rows, rows, dtype=torch.bool).tril()
-        return cls(slot, [start], [torch.arange(rows)], [visible], device)
+        offsets, visible = in_order(rows)
+        return cls(slot, [start], [offsets], [visible], device)
 
     @classmethod
     def siblings(cls, slot: int, start: int, rows: int, device: torch.device) -> Block:
@@ -75,9 +76,9 @@ class Block:
     @cached_property
     def parts(self) -> list[tuple[slice, slice, Block]]:
         """Neighbouring slots whose attention is computed together, all as wide as the widest and as long as the
-        longest: which of this block's slots and rows they are, and a block of them. Empty where all are one part, as
-        on devices that start operators side by side."""
-        firsts = [0] if self._device.type != "cpu" else firsts_of_parts(self.lengths, self.counts)
+        longest: which of this block's slots and rows they are, and a block of them. Empty where all are one part."""
+        start = PART_START if self._device.type == "cpu" else PART_START_WIDE
+        firsts = firsts_of_parts(self.lengths, self.counts, start)
         if len(firsts) == 1:
             return []  # not the block itself: a cycle would hold its masks until the garbage collector comes
         rows = [0, *itertools.accumulate(self.counts)]
@@ -176,11 +177,17 @@ class Block:
         return visible.to(self._device)
 
 
-def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """The first slot of each part of those that together take the least time, parts of at most MOST_SLOTS."""
+def in_order(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets [rows] and visibility [rows, rows] of rows of which each stands behind the one before, and sees it."""
+    return torch.arange(rows), torch.ones(rows, rows, dtype=torch.bool).tril()
+
+
+def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int], start: float) -> list[int]:
+    """The first slot of each part of those that together take the least time, parts of at most MOST_SLOTS. start: what
+    a part more takes."""
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     alone = sum(end * (count + READING) for end, count in zip(ends, counts, strict=True))
-    if len(counts) * max(ends) * (max(counts) + READING) - alone < PART_START:
+    if len(counts) * max(ends) * (max(counts) + READING) - alone < start:
         return [0]  # no part more can pay
     least = [0.0]  # of the slots before each
     begins = [0]  # where the last part of these begins
@@ -189,7 +196,7 @@ def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
         cheapest = math.inf, 0
         for first in range(end - 1, max(end - MOST_SLOTS, 0) - 1, -1):
             width, columns = max(width, counts[first]), max(columns, ends[first])
-            cost = least[first] + PART_START + (end - first) * columns * (width + READING)
+            cost = least[first] + start + (end - first) * columns * (width + READING)
             if cost < cheapest[0]:
                 cheapest = cost, first
         least.append(cheapest[0])

@@ -1,4 +1,4 @@
-"""The step loop: admit, prefill, draft, one forward pass for all slots, verify, commit.
+"""The step loop: draft, admit, one forward pass for all slots, verify, commit.
 
 B running sequences in slots 0..B-1, H hidden size, V vocabulary, k masks.
 A lane is a drafting method with its own queue. Sequences of two lanes never share a step: a lane runs until it has
@@ -13,18 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from esp_worker.block import Block
 from esp_worker.cache import rounded
-from esp_worker.drafters.base import Drafter, Prompt, Seen
+from esp_worker.drafters.base import Drafter, Prompt
 from esp_worker.lane import Lane
 from esp_worker.memory import cache_budget
 from esp_worker.model import CausalModel
-from esp_worker.sampling import Ranked
 from esp_worker.sequence import ActiveSequence
 from esp_worker.slots import SlotTable
-from esp_worker.step import Step, answers, verify
+from esp_worker.step import Chunk, Step
 from esp_worker.stopping import Ending, token_limit
-from esp_worker.tree import EMPTY_TREE, Draft
+from esp_worker.tree import Draft
 from esp_worker.types import Completion, FinishReason, Request, TokenLogprobs
 from esp_worker.verify import Verdict
 
@@ -32,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 BLOCK_COLUMNS = 256  # room for a block behind the longest context
-WATCHED_ROWS = 64  # a prompt's rows whose logits are computed at once, where a method asks for them
+WORTH_WAITING = 16  # tokens that another prompt of the same pass will have computed: about a pass's fixed time on a CPU
 _GIB = 1 << 30
 
 
@@ -195,8 +193,7 @@ class Engine:
         reason = None
         try:
             self._release()  # what was cancelled since
-            self._prefill_waiting()
-            self._decode()
+            self._advance()
         except (RuntimeError, MemoryError) as error:
             reason = _out_of_memory(error)
             if reason is None:
@@ -232,25 +229,27 @@ class Engine:
 
     # ---- slots
 
-    def _next(self) -> ActiveSequence | None:
-        """The sequence to prefill: the one that has begun, else the next of the lane where a slot is free."""
-        if self._table.filling is not None:
-            return self._table.filling
-        if not self._table.running and not self._lane:
+    def _next(self, begun: int) -> ActiveSequence | None:
+        """The sequence to prefill behind `begun` others: one that has a slot, else the next of the lane where a slot is
+        free."""
+        table = self._table
+        if begun < len(table.filling):
+            return table.filling[begun]
+        if not table.sequences and not self._lane:
             self._lane = next((lane for lane in self._lanes.values() if lane), self._lane)
-        lane, running = self._lane, self._table.running
+        lane = self._lane
         while lane and (lane.head.cancelled or not lane.head.limit):
             skipped = lane.pop()
             if not skipped.cancelled:  # max_new_tokens 0
                 skipped.ending = Ending(FinishReason.LENGTH)
                 self._finish(skipped)
-        if not lane or (running and (lane.head.alone or running[0].alone)):
+        if not lane or (table.sequences and (lane.head.alone or table.sequences[0].alone)):
             return None
-        if not self._table.free:
+        if not table.free:
             self._make_slots(lane.head)
-        if not self._table.free:
+        if not table.free or (begun and self.prefix_reuse and table.coming(lane.head) >= WORTH_WAITING):
             return None
-        self._table.place(lane.head, self.prefix_reuse)
+        table.place(lane.head, self.prefix_reuse)
         return lane.pop()
 
     def _release(self) -> None:
@@ -303,7 +302,7 @@ class Engine:
         if slots < cache.slots:
             logger.info("contexts of %d tokens: %d slots for now", columns, slots)
         while len(self._table.sequences) > slots:
-            last = self._table.running[-1]
+            last = self._table.sequences[-1]
             self._table.remove(last)
             self._wait_again([last])
         self._table.resize(slots, wanted)
@@ -313,7 +312,7 @@ class Engine:
         cache = self._table.cache
         if cache.slots >= self.slots:
             return
-        longest = max(sequence.length for sequence in [*self._table.running, wanting])
+        longest = max(sequence.length for sequence in [*self._table.sequences, wanting])
         needed = rounded(longest + BLOCK_COLUMNS)
         slots = self._slots_of(needed)
         if slots > cache.slots:
@@ -329,105 +328,87 @@ class Engine:
             torch.cuda.empty_cache()
         logger.warning("out of memory (%s): going on with %d slots", reason, self.slots)
 
-    # ---- prefill
+    # ---- steps
 
-    def _prefill_waiting(self) -> None:
-        """Prefill into free slots; where sequences decode meanwhile, no more than prefill_tokens."""
-        bounded = bool(self._table.running)
-        left = self.prefill_tokens
-        while sequence := self._next():
-            todo = sequence.length - sequence.filled
-            if bounded and left < max(min(todo, self.prefill_tokens // 4), 1):
-                return  # a shred of a chunk is not worth a pass
-            left -= self._prefill(sequence, min(todo, left if bounded else self.prefill_tokens))
-
-    def _prefill(self, sequence: ActiveSequence, tokens: int) -> int:
-        """The next chunk of a context, mask tokens behind the last one; returns its tokens.
-
-        The last chunk of a prompt gives the first token and the first candidates.
-        """
+    def _advance(self) -> None:
+        """One forward pass: a block for each running sequence, and the next chunks of contexts that are not whole."""
         began = time.perf_counter()
-        if sequence.started is None:
-            self._start(sequence)
-        first, end = sequence.filled, sequence.filled + tokens
-        embeds = self.model.embed(torch.from_numpy(self._table.context[first:end]).to(self.model.device))
-        prompt_ends = end == sequence.length and not sequence.output
-        # Mask j stands at position P - 1 + j and serves depth j of the first tree, as a probe of a root at P - 1 would.
-        masks = sequence.room.masks(sequence.drafter.masks) if prompt_ends else 0
-        if masks:
-            mask_embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
-            embeds = torch.cat([embeds, mask_embeds.to(embeds.dtype)])
-        self._make_columns(first + len(embeds))
-        block = Block.chain(len(self._table.running), first, len(embeds), self.model.device)
-        hidden = self.model.forward_block(self._table.cache, block, embeds)
-        self._table.fill(tokens)
-        sequence.stats.prefill_calls += 1
-        sequence.stats.prefill_tokens += tokens
-        if not sequence.output:
-            self._watch_prompt(sequence, hidden[:tokens], first)
-        if prompt_ends:
-            self._first_token(sequence, self.model.logits(hidden[tokens - 1 :]))
-        if end == sequence.length:
-            self._table.start()
-            self._release()
-        sequence.stats.engine_s += time.perf_counter() - began
-        return tokens
-
-    def _start(self, sequence: ActiveSequence) -> None:
-        began = time.perf_counter()
-        request = sequence.request
-        prompt = Prompt(request.prompt_ids, request.sampling, self.model.embed, self.model.device)
-        sequence.state = sequence.drafter.start(prompt)
-        sequence.started = began  # at the end: should this fail for want of memory, it is done again
-
-    def _watch_prompt(self, sequence: ActiveSequence, hidden: torch.Tensor, start: int) -> None:
-        """Show a drafter that asks for it what the model answers behind a prompt's tokens from `start` on: hidden
-        [n, H]."""
-        watch = sequence.drafter.watch
-        if watch is None or not watch.prompt:
+        table = self._table
+        drafts = self._draft()
+        drafting, drafted = time.perf_counter() - began, len(drafts)
+        chunks = self._chunks(began)
+        ends = [sequence.length + draft.shape.rows for sequence, draft in zip(table.running, drafts, strict=True)]
+        ends += [chunk.first + chunk.rows for chunk in chunks]
+        if not ends:
             return
-        tokens = sequence.request.prompt_ids[start : start + len(hidden)]
-        for first in range(0, len(tokens), WATCHED_ROWS):
-            part = tokens[first : first + WATCHED_ROWS]
-            ranked = Ranked(self.model.logits(hidden[first : first + WATCHED_ROWS]))
-            sequence.drafter.saw([sequence.state], [Seen(part, range(len(part)), *answers(ranked, watch))])
-
-    def _first_token(self, sequence: ActiveSequence, logits: torch.Tensor) -> None:
-        """logits [1 + masks, V]: the last prompt row's, then the masks'."""
-        verdict, found = verify(sequence, EMPTY_TREE, logits[:1], Ranked(logits[:1]).argmax())
-        sequence.logprobs += found
-        sequence.commit(verdict.tokens)
-        if sequence.ending is None:
-            sequence.drafter.observe([sequence.state], [verdict.tokens], [logits[1:]])
-
-    # ---- decode
-
-    def _decode(self) -> None:
-        began = time.perf_counter()
-        running = self._table.running
-        if not running:
-            return
-        drafts = self._lane.drafter.draft_all([sequence.turn for sequence in running])
-        drafting = time.perf_counter() - began
-        drafted = len(drafts)
-        self._make_columns(
-            max(sequence.length + draft.shape.rows for sequence, draft in zip(running, drafts, strict=True))
-        )
-        drafts = drafts[: len(running)]
-        if not drafts:
-            return
+        self._make_columns(max(ends))
+        drafts, chunks = drafts[: len(table.running)], chunks[: len(table.filling)]
+        rows = {sequence: draft.shape.rows for sequence, draft in zip(table.running, drafts, strict=True)}
+        rows |= {chunk.sequence: chunk.rows for chunk in chunks}
         try:
-            step = Step(self.model, self._table.cache, running, drafts)
+            step = Step(self.model, table.cache, table.running, drafts, chunks)
             verdicts, found = step.verify()
             self._commit(drafts, verdicts, found)
             drafting += self._learn(step, verdicts)
+            self._fill(step, chunks, verdicts[len(drafts) :], found[len(drafts) :])
         finally:
             seconds = time.perf_counter() - began
-            for sequence in running:
-                sequence.stats.engine_s += seconds / len(running)
-        if len(drafts) == drafted:  # else it is not the step that the drafter chose
+            for sequence, own in rows.items():
+                sequence.stats.engine_s += seconds * own / sum(rows.values())
+        if drafts and len(drafts) == drafted and not chunks:  # else it is not the step that the drafter chose
             self._lane.drafter.spent(seconds, drafting, sum(len(verdict.tokens) for verdict in verdicts))
         self._release()
+
+    def _draft(self) -> list[Draft]:
+        running = self._table.running
+        return self._lane.drafter.draft_all([sequence.turn for sequence in running]) if running else []
+
+    def _chunks(self, now: float) -> list[Chunk]:
+        """What is prefilled beside the running sequences, at most prefill_tokens; fills free slots."""
+        chunks: list[Chunk] = []
+        left = self.prefill_tokens
+        while sequence := self._next(len(chunks)):
+            todo = sequence.length - sequence.filled
+            if left < max(min(todo, self.prefill_tokens // 4), 1):
+                break  # a shred of a chunk is not worth its place
+            if sequence.started is None:
+                self._start(sequence, now)
+            tokens = min(todo, left)
+            left -= tokens
+            ends_prompt = tokens == todo and not sequence.output
+            masks = sequence.room.masks(sequence.drafter.masks) if ends_prompt else 0
+            chunks.append(Chunk(sequence, sequence.filled, tokens, ends_prompt, masks))
+        return chunks
+
+    def _start(self, sequence: ActiveSequence, now: float) -> None:
+        request = sequence.request
+        prompt = Prompt(request.prompt_ids, request.sampling, self.model.embed, self.model.device)
+        sequence.state = sequence.drafter.start(prompt)
+        sequence.started = now  # at the end: should this fail for want of memory, it is done again
+
+    def _fill(
+        self,
+        step: Step,
+        chunks: Sequence[Chunk],
+        verdicts: Sequence[Verdict],
+        logprobs: Sequence[Sequence[TokenLogprobs]],
+    ) -> None:
+        """Keep the KV of chunks; where they end a prompt, append its first token: verdicts and logprobs of these."""
+        drafter = self._lane.drafter
+        for chunk in chunks:
+            self._table.fill(chunk.sequence, chunk.tokens)
+            chunk.sequence.stats.prefill_calls += 1
+            chunk.sequence.stats.prefill_tokens += chunk.tokens
+        if drafter.watch is not None and drafter.watch.prompt:
+            for sequence, seen in step.prompt_seen(drafter.watch):
+                drafter.saw([sequence.state], [seen])
+        ending = [chunk.sequence for chunk in chunks if chunk.ends_prompt]
+        for sequence, verdict, own, probed in zip(ending, verdicts, logprobs, step.prompt_probed(), strict=True):
+            sequence.logprobs += own
+            sequence.commit(verdict.tokens)
+            if sequence.ending is None:
+                drafter.observe([sequence.state], [verdict.tokens], [probed])
+        self._table.start()
 
     def _commit(
         self, drafts: Sequence[Draft], verdicts: Sequence[Verdict], logprobs: Sequence[Sequence[TokenLogprobs]]
@@ -437,7 +418,7 @@ class Engine:
         sources: list[int] = []
         targets: list[int] = []
         running = self._table.running
-        for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=True)):
+        for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=False)):
             length = sequence.length
             sequence.commit_run(verdict.tokens, logprobs[slot])
             sequence.stats.plain_steps += not len(draft.tree)

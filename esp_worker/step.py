@@ -1,4 +1,5 @@
-"""One decode step: the blocks of all running sequences in one forward pass, and what the model answers behind them.
+"""One step: the blocks of all running sequences, and chunks of contexts that are being prefilled, in one forward pass,
+and what the model answers behind them.
 
 R rows in all, V vocabulary, k masks, K best tokens of a row.
 """
@@ -6,78 +7,138 @@ R rows in all, V vocabulary, k masks, K best tokens of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from esp_worker.block import Block
+from esp_worker.block import Block, in_order
 from esp_worker.cache import SlotCache
 from esp_worker.drafters.base import Seen, Watch
 from esp_worker.model import CausalModel
 from esp_worker.sampling import NoTokenError, Ranked, select_token, token_logprobs, why_no_token
 from esp_worker.sequence import ActiveSequence
-from esp_worker.tree import Draft, TokenTree
+from esp_worker.tree import EMPTY_TREE, Draft, TokenTree
 from esp_worker.types import TokenLogprobs
 from esp_worker.verify import Verdict, accept_walk
 
 # So many rows, over all sequences, pass lm_head once: a second pass reads its weight again, which takes as long as
 # about 15 more rows on a CPU, and as hundreds on a GPU.
 ONE_PASS_ROWS = 32
+WATCHED_ROWS = 64  # of a prompt: their logits are computed at once, where a method asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of a context, from column `first` on. ends_prompt: the last row gives the output's first token.
+
+    `masks` mask tokens follow a prompt: mask j stands at position P - 1 + j and serves depth j of the first tree, as a
+    probe of a root at P - 1 would.
+    """
+
+    sequence: ActiveSequence
+    first: int
+    tokens: int
+    ends_prompt: bool
+    masks: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens + self.masks
 
 
 class Step:
-    """sequences: those of the slots 0.., each with its draft. What they hold is as it was in front of the step until
-    the caller commits; verify, then, is to be asked before, the rest at any time."""
+    """sequences: those of slots 0.., each with its draft; chunks: those of the slots behind. Until the caller commits,
+    what they hold is as it was in front of the step: verify and prompt_seen are to be asked before."""
 
     def __init__(
-        self, model: CausalModel, cache: SlotCache, sequences: Sequence[ActiveSequence], drafts: Sequence[Draft]
+        self,
+        model: CausalModel,
+        cache: SlotCache,
+        sequences: Sequence[ActiveSequence],
+        drafts: Sequence[Draft],
+        chunks: Sequence[Chunk] = (),
     ) -> None:
-        self._model, self._sequences, self._drafts = model, sequences, drafts
-        shapes = [draft.shape for draft in drafts]
-        self._firsts = [0, *itertools.accumulate(shape.rows for shape in shapes)]  # of each one's rows
+        self._model, self._drafts, self._chunks = model, drafts, chunks
+        self._ending = [chunk for chunk in chunks if chunk.ends_prompt]
+        self._sequences = [*sequences, *(chunk.sequence for chunk in self._ending)]  # that a token is chosen for
         self._roots = [sequence.output[-1] for sequence in sequences]
+        shapes, chains = [draft.shape for draft in drafts], [in_order(chunk.rows) for chunk in chunks]
+        # Of each one's rows, and the end.
+        counts = [*(shape.rows for shape in shapes), *(chunk.rows for chunk in chunks)]
+        self._firsts = list(itertools.accumulate(counts, initial=0))
         block = Block(
             0,
-            [sequence.length for sequence in sequences],
-            [shape.offsets for shape in shapes],
-            [shape.visible for shape in shapes],
+            [*(sequence.length for sequence in sequences), *(chunk.first for chunk in chunks)],
+            [*(shape.offsets for shape in shapes), *(offsets for offsets, _ in chains)],
+            [*(shape.visible for shape in shapes), *(visible for _, visible in chains)],
             model.device,
         )
+        self.rows = block.rows
         self._hidden = model.forward_block(cache, block, self._embeds())
-        self._whole = block.rows <= ONE_PASS_ROWS or not any(draft.owners for draft in drafts)
-        counts = [shape.rows if self._whole else shape.token_rows for shape in shapes]
-        ends = list(itertools.accumulate(counts))
-        self._answered = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        self._logits = model.logits(self._hidden if self._whole else self._hidden[self._token_rows()])
-        self._ranked = Ranked(self._logits)
+        decoded = self._firsts[len(drafts)]
+        self._whole = decoded <= ONE_PASS_ROWS or not any(draft.owners for draft in drafts)
+        asked = [shape.rows if self._whole else shape.token_rows for shape in shapes]
+        asked += [1 + chunk.masks for chunk in self._ending]
+        ends = itertools.accumulate(asked)
+        self._answered = [slice(end - count, end) for end, count in zip(ends, asked, strict=True)]
+
+    @cached_property
+    def _logits(self) -> torch.Tensor:
+        """Of the rows whose answers are asked for, V each."""
+        every = self._answered[-1].stop == self.rows
+        return self._model.logits(self._hidden if every else self._hidden[self._answering()])
+
+    @cached_property
+    def _ranked(self) -> Ranked:
+        return Ranked(self._logits)
 
     def _embeds(self) -> torch.Tensor:
         """[R, H]"""
         ids: list[int] = []
         for root, draft in zip(self._roots, self._drafts, strict=True):
             ids += [root, *draft.tree.tokens, *[0] * (draft.shape.rows - draft.shape.token_rows)]
+        for chunk in self._chunks:
+            ids += [*chunk.sequence.context[chunk.first : chunk.first + chunk.tokens], *[0] * chunk.masks]
         embeds = self._model.embed(torch.tensor(ids, device=self._model.device))
         for first, sequence, draft in zip(self._firsts, self._sequences, self._drafts, strict=False):
             if draft.owners:
                 masks = sequence.drafter.mask_embeds(sequence.state)[: draft.masks]
                 probes = slice(first + draft.shape.token_rows, first + draft.shape.rows)
                 embeds[probes] = masks.to(embeds.dtype).repeat(len(draft.owners), 1)
+        for chunk, rows in self._rows_of_chunks():
+            if chunk.masks:
+                masks = chunk.sequence.drafter.mask_embeds(chunk.sequence.state)[: chunk.masks]
+                embeds[rows.start + chunk.tokens : rows.stop] = masks.to(embeds.dtype)
         return embeds
 
-    def _token_rows(self) -> torch.Tensor:
-        """Roots and nodes among all rows."""
+    def _rows_of_chunks(self) -> Iterator[tuple[Chunk, slice]]:
+        for chunk, first in zip(self._chunks, self._firsts[len(self._drafts) :], strict=False):
+            yield chunk, slice(first, first + chunk.rows)
+
+    def _answering(self) -> torch.Tensor:
+        """Which rows' answers are asked for: all of the blocks, or their roots and nodes, and the last of each prompt
+        with the masks behind it."""
         rows: list[int] = []
         for first, draft in zip(self._firsts, self._drafts, strict=False):
-            rows += range(first, first + draft.shape.token_rows)
-        return torch.tensor(rows, device=self._model.device)
+            rows += range(first, first + (draft.shape.rows if self._whole else draft.shape.token_rows))
+        for chunk, own in self._rows_of_chunks():
+            if chunk.ends_prompt:
+                rows += range(own.start + chunk.tokens - 1, own.stop)
+        return torch.tensor(rows, dtype=torch.long, device=self._model.device)
 
     def verify(self) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
-        """Each sequence's accept walk, and the log-probabilities of its tokens where they are asked for."""
+        """The accept walk of each sequence, and of each prompt that ends here (no tree: its first token), and the
+        log-probabilities of its tokens where they are asked for. Raises NoTokenError."""
+        if not self._sequences:
+            return [], []
         greedy = self._ranked.argmax()
+        trees = [*(draft.tree for draft in self._drafts), *(EMPTY_TREE for _ in self._ending)]
         verdicts, found = [], []
-        for sequence, draft, rows in zip(self._sequences, self._drafts, self._answered, strict=True):
-            verdict, each = verify(sequence, draft.tree, self._logits[rows], greedy[rows])
+        for sequence, tree, rows in zip(self._sequences, trees, self._answered, strict=True):
+            verdict, each = verify(sequence, tree, self._logits[rows], greedy[rows])
             verdicts.append(verdict)
             found.append(each)
         return verdicts, found
@@ -103,6 +164,22 @@ class Step:
         picked = [first + row for first, rows in zip(firsts, probes, strict=True) for row in rows]
         logits = self._model.logits(self._hidden[torch.tensor(picked, dtype=torch.long, device=self._model.device)])
         return list(logits.split([len(rows) for rows in probes]))
+
+    def prompt_probed(self) -> list[torch.Tensor]:
+        """Logits [<= k, V] of the masks behind each prompt that ends here."""
+        return [self._logits[rows.start + 1 : rows.stop] for rows in self._answered[len(self._drafts) :]]
+
+    def prompt_seen(self, watch: Watch) -> Iterator[tuple[ActiveSequence, Seen]]:
+        """What the model answers behind prompts' tokens, some at a time."""
+        for chunk, rows in self._rows_of_chunks():
+            if chunk.sequence.output:
+                continue  # a context that is computed again
+            tokens = chunk.sequence.context[chunk.first : chunk.first + chunk.tokens]
+            for start in range(0, len(tokens), WATCHED_ROWS):
+                part = tokens[start : start + WATCHED_ROWS]
+                first = rows.start + start
+                ranked = Ranked(self._model.logits(self._hidden[first : first + len(part)]))
+                yield chunk.sequence, Seen(part, range(len(part)), *answers(ranked, watch))
 
 
 def answers(ranked: Ranked, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:

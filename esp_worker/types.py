@@ -141,8 +141,8 @@ class DecodeStats:
 
     prefill_tokens: prompt tokens that were computed; cached_tokens: those whose KV another row had left (their sum is
     the prompt's length, more where a row was preempted and its context computed again). rows_computed counts decode
-    rows (root, tree nodes, probes), prefill not. engine_s is the sequence's share of engine time: its own prefill, and
-    each step's time divided by the sequences in that step; over all sequences it adds up to the engine's busy time.
+    rows (root, tree nodes, probes), prefill not. engine_s is the sequence's share of engine time: of each pass, by the
+    rows that it had in it; over all sequences it adds up to the engine's busy time.
     """
 
     prefill_calls: int = 0

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from esp_worker.accel.packed import LinearPart, PackedLinear
+from esp_worker.accel.packed import LinearPart, PackedLinear, kernel_rows
 from esp_worker.block import Block
 from esp_worker.model import Attend, CausalModel, KeyValues
 
@@ -101,9 +102,11 @@ class StraightLayers:
         cos, sin = cos[0, :, None], sin[0, :, None]
         near, far = sin.chunk(2, -1)
         sin = torch.cat((-near, far), -1)  # of both halves swapped, not of (-second, first)
+        rows = len(x)
+        x = _filled_up(x, kernel_rows(rows))
         for layer in self._layers:
             x = layer(x, cos, sin, cache, block, attend)
-        return self._norm(x)
+        return self._norm(x[:rows])
 
 
 class _StraightLayer:
@@ -124,8 +127,9 @@ class _StraightLayer:
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KeyValues, block: Block, attend: Attend
     ) -> torch.Tensor:
-        rows, turned = len(x), self._queries + self._keys
-        heads = self._qkv.forward(self._norm.forward(x)).view(rows, -1, self._size)  # [R, H + 2 G, D]
+        """x: R rows, and those that fill a kernel up."""
+        rows, turned = block.rows, self._queries + self._keys
+        heads = self._qkv.forward(self._norm.forward(x))[:rows].view(rows, -1, self._size)  # [R, H + 2 G, D]
         queries_keys = heads[:, :turned]
         if self._head_norms is not None:
             of_queries, of_keys = self._head_norms
@@ -137,6 +141,11 @@ class _StraightLayer:
         keys, values = cache.update(queries_keys[:, self._queries :], values, self._index)
         queries = queries_keys[:, : self._queries]
         out, _ = attend(self._module, queries, keys, values, None, block=block, **self._settings)
-        x = self._o.forward(out.reshape(rows, -1), x)
+        x = self._o.forward(_filled_up(out.reshape(rows, -1), len(x)), x)
         gate, up = self._gate_up.forward(self._mlp_norm.forward(x)).split(self._inner, -1)
         return self._down.forward(self._activation.forward(gate) * up, x)
+
+
+def _filled_up(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[R, ..] -> [rows, ..], with zeros."""
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))

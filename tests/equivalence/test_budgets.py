@@ -121,9 +121,9 @@ def test_off_is_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with("llama", budget, masks=2)
     widths: list[int] = []
 
-    def watched(model: CausalModel, cache: SlotCache, sequences: Any, drafts: Sequence[Draft]) -> Step:
+    def watched(model: CausalModel, cache: SlotCache, sequences: Any, drafts: Sequence[Draft], chunks: Any) -> Step:
         widths.extend(draft.shape.rows for draft in drafts)
-        return Step(model, cache, sequences, drafts)
+        return Step(model, cache, sequences, drafts, chunks)
 
     monkeypatch.setattr("esp_worker.engine.Step", watched)
     for completion in assert_as_reference(engine, "llama"):

@@ -16,7 +16,7 @@ import torch
 from tiny import mixed_requests, tiny_model
 
 from esp_worker import reference
-from esp_worker.drafters.base import Room
+from esp_worker.drafters.base import Prompt, Room
 from esp_worker.drafters.probe import ProbeDrafter, prompt_noise
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
@@ -71,14 +71,19 @@ def first_masks(model: CausalModel, prompt: torch.Tensor, k: int, init: str) -> 
 def test_candidates(family: str, k: int, init: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
     drafts: dict[int, list[list[Any]]] = {}
-    owners: dict[int, Any] = {}
-    draft = ProbeDrafter.draft
+    states: list[Any] = []  # kept, so that no other state gets one's id
+    start, draft = ProbeDrafter.start, ProbeDrafter.draft
+
+    def begun(self: ProbeDrafter, prompt: Prompt) -> Any:
+        states.append(start(self, prompt))
+        drafts[id(states[-1])] = []
+        return states[-1]
 
     def watched(self: ProbeDrafter, state: Any, root: int, room: Room) -> Draft:
-        owners[id(state)] = state  # kept, so that no other state gets its id
-        drafts.setdefault(id(state), []).append(list(state.levels))
+        drafts[id(state)].append(list(state.levels))
         return draft(self, state, root, room)
 
+    monkeypatch.setattr(ProbeDrafter, "start", begun)
     monkeypatch.setattr(ProbeDrafter, "draft", watched)
     settings = {"masks": k, "block_complexity": 10 * (k + 1), "ema": EMA, **INITS[init]}
     drafter = ProbeDrafter(model.embed, table=model.embedding_moments, **settings)
@@ -124,7 +129,7 @@ def test_small_blocks_pass_lm_head_once(limit: int, most: list[int], monkeypatch
     monkeypatch.setattr("esp_worker.step.ONE_PASS_ROWS", limit)
     engine = Engine(model, [ProbeDrafter(model.embed, masks=1, block_complexity=20)], slots=1)
     engine.submit(mixed_requests()[0])
-    engine.step()  # prefill, and the first block
+    engine.step()  # prefill
     passed.clear()
     engine.step()
     assert passed == most

@@ -14,7 +14,7 @@ from tiny import VOCAB, mixed_requests, request
 from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker.block import Block
 from esp_worker.cache import SlotCache
-from esp_worker.engine import Engine, RequestError
+from esp_worker.engine import RequestError
 from esp_worker.model import CausalModel
 from esp_worker.service import EngineService, ServiceClosedError
 from esp_worker.types import Completion, Request, SamplingParams
@@ -23,14 +23,14 @@ from esp_worker.types import Completion, Request, SamplingParams
 def test_lanes_never_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = esp("llama", 3)
     steps: list[set[str]] = []
-    decode = Engine._decode
+    forward = CausalModel.forward_block
 
-    def watched(self: Engine) -> None:
-        if self.running:
-            steps.append({sequence.drafter.name for sequence in self._table.running})
-        decode(self)
+    def watched(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        assert len(engine._table.sequences) == len(block.counts)
+        steps.append({sequence.drafter.name for sequence in engine._table.sequences})
+        return forward(self, cache, block, embeds)
 
-    monkeypatch.setattr(Engine, "_decode", watched)
+    monkeypatch.setattr(CausalModel, "forward_block", watched)
     requests = mixed_requests()
     for item in requests:
         engine.submit(item, "esp")

@@ -58,30 +58,58 @@ def test_the_samples_of_a_prompt_share_all_of_it_but_its_last_token() -> None:
     assert sorted(c.stats.cached_tokens for c in done) == [0, 29, 29, 29, 29, 29]
 
 
-def test_a_long_prompt_does_not_stop_those_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of at most 8 prompt rows, and a decode step of the running sequences between them."""
-    passes: list[tuple[int, int]] = []  # (sequences, rows)
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Rows of each slot in each forward pass from now on."""
+    seen: list[list[int]] = []
     forward = CausalModel.forward_block
 
     def watched(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
-        passes.append((len(block.counts), block.rows if block.slots.start else 0))
+        seen.append(block.counts)
         return forward(self, cache, block, embeds)
 
+    monkeypatch.setattr(CausalModel, "forward_block", watched)
+    return seen
+
+
+def test_a_long_prompt_does_not_stop_those_that_decode(passes: list[list[int]]) -> None:
+    """At most 8 rows of it a pass, and a block of each running sequence beside them."""
     engine = esp("llama", 3, prefill_tokens=8, masks=1, block_complexity=20)
-    short = [request("a", 5, max_new_tokens=40), request("bb", 7, max_new_tokens=40)]
+    short = [request("a", 5, max_new_tokens=40), request("b", 3, max_new_tokens=40)]
     for item in short:
         engine.submit(item)
     done = engine.step()
-    monkeypatch.setattr(CausalModel, "forward_block", watched)
+    assert passes == [[5 + 1, 3 + 1]]  # and a mask token each
+    passes.clear()
     long = request("long", 60)
     engine.submit(long)
     while engine.busy:
         done += engine.step()
     assert_equal("llama", [*short, long], done)
-    chunks = [i for i, (_, rows) in enumerate(passes) if rows]
-    assert len(chunks) == 8  # ceil(60 / 8)
-    assert max(rows for _, rows in passes) <= 8 + 1  # and the last one's mask token
-    assert all(passes[i + 1][0] == 2 and not passes[i + 1][1] for i in chunks[:-1])
+    assert all(len(counts) == 3 for counts in passes[:8])  # ceil(60 / 8)
+    assert [counts[2] for counts in passes[:8]] == [8] * 7 + [4 + 1]
+
+
+def test_prompts_are_prefilled_together(passes: list[list[int]]) -> None:
+    requests = [request(f"r{length}", length, max_new_tokens=5) for length in (9, 4, 1, 8, 2)]
+    engine = Engine(tiny_model("llama"), [NoDrafter()], slots=4, prefill_tokens=12, prefix_reuse=False)
+    done = list(engine.generate(requests))
+    assert_equal("llama", requests, done)
+    # 8 do not fit behind 9 + 1 (of 4, 3 would: as much as a quarter of prefill_tokens); 2 wait for a slot
+    assert passes[:3] == [[9, 3], [1, 1, 1, 8], [1, 1, 1, 1]]
+    assert {c.request_id: c.stats.prefill_calls for c in done} == {"r9": 1, "r4": 2, "r1": 1, "r8": 1, "r2": 1}
+    assert sum(map(sum, passes)) == sum(len(item.prompt_ids) for item in requests) + 5 * 4
+
+
+def test_a_prompt_waits_for_what_another_is_about_to_compute(passes: list[list[int]]) -> None:
+    """But not for a few tokens."""
+    first, second, third = behind(system=40, count=3)
+    alike = Request("alike", (*first.prompt_ids[:6], *prompt(4, seed=5)), first.sampling)
+    requests = [first, alike, second, third]
+    engine = esp("llama", 4, masks=1, block_complexity=6)
+    assert_equal("llama", requests, list(engine.generate(requests)))
+    assert passes[0] == [43 + 1, 10 + 1]
+    assert passes[1][2:] == [4 + 1, 5 + 1]
 
 
 @pytest.fixture

@@ -169,13 +169,22 @@ def chains(model: CausalModel, lengths: Sequence[int] = (3, 12, 30), rows: Seque
 @needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
 def test_straight_layers_give_what_the_modules_give(family: str) -> None:
-    """Of slots at different lengths, past a window where there is one, with blocks of different widths and of one."""
+    """Of slots at different lengths, past a window where there is one, with blocks of different widths and of one, and
+    of more rows than have kernels of their own."""
     model = random_model(family)
-    before = chains(model), chains(model, (9,), (5,)), chains(model, (8, 8), (1, 1))
+    blocks = [((3, 12, 30), (4, 1, 3)), ((9,), (5,)), ((8, 8), (1, 1)), ((3, 12), (40, 27))]
+    before = [chains(model, *each) for each in blocks]
     assert ("straightened" in accelerate(model)) == (family in LLAMA_LIKE)
-    after = chains(model), chains(model, (9,), (5,)), chains(model, (8, 8), (1, 1))
-    for got, wanted in zip(after, before, strict=True):
+    for each, wanted in zip(blocks, before, strict=True):
+        got = chains(model, *each)
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_kernels_are_made_for_few_numbers_of_rows() -> None:
+    sizes = [packed.kernel_rows(rows) for rows in range(1, 2049)]
+    assert sizes[:32] == list(range(1, 33))
+    assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) <= 32 + 16 * 6  # 16 an octave, of six
 
 
 @needs_packing

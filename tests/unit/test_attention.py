@@ -59,13 +59,13 @@ def test_slots_are_parted_at_the_least_cost(slots: list[tuple[int, int]]) -> Non
     inner = range(1, len(slots))
     ways = [[0, *cuts] for size in range(len(slots)) for cuts in itertools.combinations(inner, size)]
     best = min(cost(way, lengths, counts) for way in ways)
-    assert cost(firsts_of_parts(lengths, counts), lengths, counts) == best
+    assert cost(firsts_of_parts(lengths, counts, PART_START), lengths, counts) == best
 
 
 def test_one_wide_block_stands_alone() -> None:
-    assert firsts_of_parts([100] * 16, [1] * 5 + [16] + [1] * 10) == [0, 5, 6]
-    assert firsts_of_parts([100] * 16, [1] * 16) == [0]
-    assert firsts_of_parts([100] * 5 + [3000] + [100] * 10, [1] * 16) == [0, 5, 6]
+    assert firsts_of_parts([100] * 16, [1] * 5 + [16] + [1] * 10, PART_START) == [0, 5, 6]
+    assert firsts_of_parts([100] * 16, [1] * 16, PART_START) == [0]
+    assert firsts_of_parts([100] * 5 + [3000] + [100] * 10, [1] * 16, PART_START) == [0, 5, 6]
 
 
 def test_window_counts_positions() -> None:

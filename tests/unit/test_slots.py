@@ -51,16 +51,17 @@ def run(table: SlotTable, *prompt: int, reuse: bool = True) -> ActiveSequence:
 
 
 def compute(table: SlotTable, tokens: int | None = None) -> None:
-    filling, slot = table.filling, len(table.running)
-    missing = filling.context[filling.filled :][:tokens]
-    table.cache.held[slot][filling.filled :] = missing
-    table.fill(len(missing))
+    """The next tokens of each context that is not whole."""
+    for slot, filling in enumerate(table.filling, len(table.running)):
+        missing = filling.context[filling.filled :][:tokens]
+        table.cache.held[slot][filling.filled :] = missing
+        table.fill(filling, len(missing))
 
 
 def check(table: SlotTable) -> None:
     """Every sequence's columns hold its own tokens."""
     for slot, each in enumerate(table.sequences):
-        wanted = each.context[: each.filled] if each is table.filling else each.context
+        wanted = each.context[: each.filled] if each in table.filling else each.context
         assert table.cache.held[slot][: len(wanted)] == wanted, slot
 
 
@@ -113,7 +114,7 @@ def test_the_last_running_sequence_closes_a_gap_and_the_filling_one_follows(tabl
     compute(table, tokens=2)
     table.remove(running[gone])
     check(table)
-    assert table.filling is filling
+    assert table.filling == [filling]
     assert len(table.running) == 2
     assert {id(each) for each in table.running} == {id(each) for i, each in enumerate(running) if i != gone}
     compute(table)
@@ -123,6 +124,37 @@ def test_the_last_running_sequence_closes_a_gap_and_the_filling_one_follows(tabl
         if each in table.running:
             assert run(table, *each.request.prompt_ids, 5).stats.cached_tokens == 2
             table.remove(table.running[-1])
+
+
+@pytest.mark.parametrize("gone", range(5))
+def test_several_fill_their_slots_at_a_time(table: SlotTable, gone: int) -> None:
+    """Whoever leaves, the others' columns stay theirs; those run whose contexts are whole, in the order of slots."""
+    table.resize(5, 64)
+    sequences = [run(table, 1, 2), run(table, 3, 4)]
+    for i in range(3):
+        sequences.append(sequence(*range(10 * i + 5, 10 * i + 9)))
+        table.place(sequences[-1], reuse=True)
+    compute(table, tokens=3)
+    table.remove(sequences[gone])
+    check(table)
+    assert sorted(map(id, table.sequences)) == sorted(id(each) for i, each in enumerate(sequences) if i != gone)
+    for each in list(table.filling)[:2]:
+        slot = table.sequences.index(each)
+        table.cache.held[slot][3:] = each.context[3:]
+        table.fill(each, 1)
+        table.start()
+        check(table)
+        assert table.running[-1] is each
+    assert len(table.filling) == (0 if gone > 1 else 1)
+
+
+def test_what_others_will_have_computed(table: SlotTable) -> None:
+    run(table, 1, 2, 3)
+    assert table.coming(sequence(1, 2, 9)) <= 0
+    table.place(sequence(1, 2, 3, 4, 5, 6), reuse=True)
+    assert table.coming(sequence(1, 2, 3, 4, 5, 7)) == 5 - 3
+    assert table.coming(sequence(1, 2, 3, 4)) == 0  # its last token is its own to compute
+    assert table.coming(sequence(8, 9)) == 0
 
 
 def test_a_copy_that_fails_loses_no_sequence_and_leaves_no_false_memory(
