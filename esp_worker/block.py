@@ -16,10 +16,10 @@ from functools import cached_property
 
 import torch
 
-# What attention takes, in products of one row and one column: to start its operators once more, on a CPU and on devices
-# that compute thousands side by side, and, in rows, to read a column. The CPU's by a small model's sizes (a larger one
-# has more to win from parts), the others' worked out: 50 us at 20 TFLOP/s.
-PART_START, PART_START_WIDE = 3200, 400_000
+# What attention takes, in products of one row and one column: to start its operators once more, and, in rows, to read a
+# column. A CPU's by a small model's sizes (a larger one has more to win from parts); a GPU's worked out, not measured:
+# 65 us at 100 TFLOP/s of an 8B model's heads.
+PART_START, PART_START_GPU = 3200, 400_000
 READING = 3
 MOST_SLOTS = 32  # of a part: bounds the search
 
@@ -77,7 +77,7 @@ class Block:
     def parts(self) -> list[tuple[slice, slice, Block]]:
         """Neighbouring slots whose attention is computed together, all as wide as the widest and as long as the
         longest: which of this block's slots and rows they are, and a block of them. Empty where all are one part."""
-        start = PART_START if self._device.type == "cpu" else PART_START_WIDE
+        start = PART_START if self._device.type == "cpu" else PART_START_GPU
         firsts = firsts_of_parts(self.lengths, self.counts, start)
         if len(firsts) == 1:
             return []  # not the block itself: a cycle would hold its masks until the garbage collector comes
@@ -187,7 +187,8 @@ def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int], start: float)
     a part more takes."""
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     alone = sum(end * (count + READING) for end, count in zip(ends, counts, strict=True))
-    if len(counts) * max(ends) * (max(counts) + READING) - alone < start:
+    together = len(counts) * max(ends) * (max(counts) + READING)
+    if together - alone < start:
         return [0]  # no part more can pay
     least = [0.0]  # of the slots before each
     begins = [0]  # where the last part of these begins
@@ -201,6 +202,8 @@ def firsts_of_parts(lengths: Sequence[int], counts: Sequence[int], start: float)
                 cheapest = cost, first
         least.append(cheapest[0])
         begins.append(cheapest[1])
+    if least[-1] >= start + together:
+        return [0]
     firsts = [begins[-1]]
     while firsts[-1]:
         firsts.append(begins[firsts[-1]])

@@ -53,8 +53,8 @@ class Budget(Protocol):
         """What a sequence committed in a step in front of which the masks had proposed `levels`."""
         ...
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        """What the step that was chosen last took and gave."""
+    def spent(self, seconds: float | None, tokens: int) -> None:
+        """What the step that was chosen last took (None where its pass did more) and gave."""
         ...
 
 
@@ -213,9 +213,10 @@ class AutoBudget:
         self._chosen = _Chosen(batch, rows, plain, float(np.interp(rows / batch, self._widths, seconds)))
         return shares
 
-    def spent(self, seconds: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, tokens: int) -> None:
         chosen = self._chosen
         assert chosen is not None, "choose comes before"
+        seconds = chosen.seconds if seconds is None else seconds
         self.elapsed += seconds
         self._steps += 1
         seconds = min(max(seconds, chosen.seconds / 2), 2 * chosen.seconds)  # one slow moment must not decide

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 BLOCK_COLUMNS = 256  # room for a block behind the longest context
-WORTH_WAITING = 16  # tokens that another prompt of the same pass will have computed: about a pass's fixed time on a CPU
+# Tokens that a prompt waits for which another, that is being prefilled, will have computed: about what a CPU's reading
+# the weights takes.
+WORTH_WAITING = 16
 _GIB = 1 << 30
 
 
@@ -42,8 +44,8 @@ class Engine:
     """Decodes many requests in up to `slots` slots with one model. Not thread-safe: see service.EngineService.
 
     drafters: the lanes, by method name (`esp`, `ar`); the first is the default. max_length: prompt + output tokens of a
-    sequence, at most the model's context. prefill_tokens: most prompt tokens that one forward pass takes, and that a
-    step prefills while other sequences decode. prefix_reuse: take over the KV of a prompt's beginning where a slot
+    sequence, at most the model's context. prefill_tokens: most prompt tokens that a step takes, beside the blocks of
+    the sequences that decode. prefix_reuse: take over the KV of a prompt's beginning where a slot
     holds it. cache_bytes: most bytes of KV (None: worked out from the device's free memory).
 
     Contexts that outgrow the cache's budget leave fewer slots for a time. A device that runs out of memory leaves half
@@ -185,7 +187,8 @@ class Engine:
         self._lane.put_back(sequences)
 
     def step(self) -> list[Completion]:
-        """Fill free slots, run one block for every running sequence, return those that ended."""
+        """Fill free slots, run one forward pass (a block of every running sequence, and chunks of contexts that are not
+        whole), return those that ended."""
         return [sequence.completion() for sequence in self._step()]
 
     @torch.inference_mode()
@@ -245,9 +248,9 @@ class Engine:
                 self._finish(skipped)
         if not lane or (table.sequences and (lane.head.alone or table.sequences[0].alone)):
             return None
-        if not table.free:
-            self._make_slots(lane.head)
-        if not table.free or (begun and self.prefix_reuse and table.coming(lane.head) >= WORTH_WAITING):
+        if not self._room_for(lane.head):
+            return None
+        if begun and self.prefix_reuse and table.coming(lane.head) >= WORTH_WAITING:
             return None
         table.place(lane.head, self.prefix_reuse)
         return lane.pop()
@@ -307,16 +310,17 @@ class Engine:
             self._wait_again([last])
         self._table.resize(slots, wanted)
 
-    def _make_slots(self, wanting: ActiveSequence) -> None:
-        """Give slots back that longer contexts had taken, once these are gone."""
-        cache = self._table.cache
-        if cache.slots >= self.slots:
-            return
-        longest = max(sequence.length for sequence in [*self._table.sequences, wanting])
-        needed = rounded(longest + BLOCK_COLUMNS)
+    def _room_for(self, sequence: ActiveSequence) -> bool:
+        """Whether it can have a slot without one that has to leave; gives slots back that longer contexts had taken,
+        once these are gone."""
+        table = self._table
+        if not table.free and table.cache.slots == self.slots:
+            return False
+        needed = rounded(max(each.length for each in [*table.sequences, sequence]) + BLOCK_COLUMNS)
         slots = self._slots_of(needed)
-        if slots > cache.slots:
-            self._table.resize(slots, needed)
+        if slots > table.cache.slots:
+            table.resize(slots, needed)
+        return bool(table.free) and slots > len(table.sequences)
 
     def _shrink(self, reason: str) -> None:
         """Out of memory: half the slots, half the budget; the contexts of all in slots are computed again."""
@@ -337,26 +341,26 @@ class Engine:
         drafts = self._draft()
         drafting, drafted = time.perf_counter() - began, len(drafts)
         chunks = self._chunks(began)
+        prefills = bool(chunks)
         ends = [sequence.length + draft.shape.rows for sequence, draft in zip(table.running, drafts, strict=True)]
         ends += [chunk.first + chunk.rows for chunk in chunks]
         if not ends:
             return
         self._make_columns(max(ends))
-        drafts, chunks = drafts[: len(table.running)], chunks[: len(table.filling)]
-        rows = {sequence: draft.shape.rows for sequence, draft in zip(table.running, drafts, strict=True)}
-        rows |= {chunk.sequence: chunk.rows for chunk in chunks}
+        running = table.running.copy()
+        drafts, chunks = drafts[: len(running)], chunks[: len(table.filling)]
         try:
-            step = Step(self.model, table.cache, table.running, drafts, chunks)
+            step = Step(self.model, table.cache, running, drafts, chunks)
             verdicts, found = step.verify()
-            self._commit(drafts, verdicts, found)
+            self._commit(drafts, verdicts[: len(drafts)], found)
             drafting += self._learn(step, verdicts)
             self._fill(step, chunks, verdicts[len(drafts) :], found[len(drafts) :])
         finally:
             seconds = time.perf_counter() - began
-            for sequence, own in rows.items():
-                sequence.stats.engine_s += seconds * own / sum(rows.values())
-        if drafts and len(drafts) == drafted and not chunks:  # else it is not the step that the drafter chose
-            self._lane.drafter.spent(seconds, drafting, sum(len(verdict.tokens) for verdict in verdicts))
+            _share(seconds, running, drafts, chunks)
+        if drafts and len(drafts) == drafted:  # else it is not the step that the drafter chose
+            tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(drafts)])
+            self._lane.drafter.spent(None if prefills else seconds, drafting, tokens)
         self._release()
 
     def _draft(self) -> list[Draft]:
@@ -403,11 +407,18 @@ class Engine:
             for sequence, seen in step.prompt_seen(drafter.watch):
                 drafter.saw([sequence.state], [seen])
         ending = [chunk.sequence for chunk in chunks if chunk.ends_prompt]
+        going: list[tuple[ActiveSequence, Verdict, torch.Tensor]] = []
         for sequence, verdict, own, probed in zip(ending, verdicts, logprobs, step.prompt_probed(), strict=True):
             sequence.logprobs += own
             sequence.commit(verdict.tokens)
             if sequence.ending is None:
-                drafter.observe([sequence.state], [verdict.tokens], [probed])
+                going.append((sequence, verdict, probed))
+        if going:
+            drafter.observe(
+                [sequence.state for sequence, _, _ in going],
+                [verdict.tokens for _, verdict, _ in going],
+                [probed for _, _, probed in going],
+            )
         self._table.start()
 
     def _commit(
@@ -418,7 +429,7 @@ class Engine:
         sources: list[int] = []
         targets: list[int] = []
         running = self._table.running
-        for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=False)):
+        for slot, (sequence, draft, verdict) in enumerate(zip(running, drafts, verdicts, strict=True)):
             length = sequence.length
             sequence.commit_run(verdict.tokens, logprobs[slot])
             sequence.stats.plain_steps += not len(draft.tree)
@@ -446,6 +457,16 @@ class Engine:
             drafter.saw(states, step.seen(going, verdicts, drafter.watch))
         drafter.observe(states, [verdicts[slot].tokens for slot in going], step.probed(going, verdicts))
         return time.perf_counter() - began
+
+
+def _share(seconds: float, running: Sequence[ActiveSequence], drafts: Sequence[Draft], chunks: Sequence[Chunk]) -> None:
+    """Divide a pass's time among its sequences: by rows between each chunk and decoding, whose part all share alike."""
+    decoding = sum(draft.shape.rows for draft in drafts)
+    a_row = seconds / (decoding + sum(chunk.rows for chunk in chunks))
+    for sequence in running:
+        sequence.stats.engine_s += a_row * decoding / len(running)
+    for chunk in chunks:
+        chunk.sequence.stats.engine_s += a_row * chunk.rows
 
 
 def _out_of_memory(error: BaseException) -> str | None:

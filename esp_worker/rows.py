@@ -33,8 +33,9 @@ class Rows(Protocol):
         """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
         ...
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
-        """What the step that was chosen last took and gave; drafting: of it, seconds of drafting and of learning."""
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+        """What the step that was chosen last took and gave; drafting: of it, seconds of drafting and of learning.
+        seconds: None where its pass did more."""
         ...
 
 
@@ -50,7 +51,7 @@ class FixedRows:
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         return [self.most] * len(trees)
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         return None
 
 
@@ -165,11 +166,14 @@ class BestRows:
         self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         rows = self._chosen
         expected = float(np.interp(rows, self._widths, self._seconds))
         wide = rows > 1
-        self._took(wide, (seconds - drafting) / expected)
+        if seconds is None:
+            seconds = expected * self._pace[wide].value + drafting
+        else:
+            self._took(wide, (seconds - drafting) / expected)
         if self._looked and self._pace[False].count:
             plain = self._plain_seconds + self._batch * self._not_looking.value
             took = min(seconds, 4 * expected * self._pace[wide].value)  # one slow moment must not decide

@@ -76,20 +76,28 @@ class Step:
             [*(shape.visible for shape in shapes), *(visible for _, visible in chains)],
             model.device,
         )
-        self.rows = block.rows
         self._hidden = model.forward_block(cache, block, self._embeds())
-        decoded = self._firsts[len(drafts)]
-        self._whole = decoded <= ONE_PASS_ROWS or not any(draft.owners for draft in drafts)
-        asked = [shape.rows if self._whole else shape.token_rows for shape in shapes]
-        asked += [1 + chunk.masks for chunk in self._ending]
-        ends = itertools.accumulate(asked)
-        self._answered = [slice(end - count, end) for end, count in zip(ends, asked, strict=True)]
+        self._whole = self._firsts[len(drafts)] <= ONE_PASS_ROWS or not any(draft.owners for draft in drafts)
+        # Of blocks all rows, or root and nodes; of prompts the last, and the masks behind it.
+        asked = [
+            range(first, first + (shape.rows if self._whole else shape.token_rows))
+            for first, shape in zip(self._firsts, shapes, strict=False)
+        ]
+        asked += [
+            range(rows.start + chunk.tokens - 1, rows.stop)
+            for chunk, rows in self._rows_of_chunks()
+            if chunk.ends_prompt
+        ]
+        ends = itertools.accumulate(map(len, asked))
+        self._asked = list(itertools.chain.from_iterable(asked))
+        self._answered = [slice(end - len(each), end) for end, each in zip(ends, asked, strict=True)]
 
     @cached_property
     def _logits(self) -> torch.Tensor:
         """Of the rows whose answers are asked for, V each."""
-        every = self._answered[-1].stop == self.rows
-        return self._model.logits(self._hidden if every else self._hidden[self._answering()])
+        every = len(self._asked) == len(self._hidden)
+        rows = self._hidden if every else self._hidden[torch.tensor(self._asked, device=self._model.device)]
+        return self._model.logits(rows)
 
     @cached_property
     def _ranked(self) -> Ranked:
@@ -117,17 +125,6 @@ class Step:
     def _rows_of_chunks(self) -> Iterator[tuple[Chunk, slice]]:
         for chunk, first in zip(self._chunks, self._firsts[len(self._drafts) :], strict=False):
             yield chunk, slice(first, first + chunk.rows)
-
-    def _answering(self) -> torch.Tensor:
-        """Which rows' answers are asked for: all of the blocks, or their roots and nodes, and the last of each prompt
-        with the masks behind it."""
-        rows: list[int] = []
-        for first, draft in zip(self._firsts, self._drafts, strict=False):
-            rows += range(first, first + (draft.shape.rows if self._whole else draft.shape.token_rows))
-        for chunk, own in self._rows_of_chunks():
-            if chunk.ends_prompt:
-                rows += range(own.start + chunk.tokens - 1, own.stop)
-        return torch.tensor(rows, dtype=torch.long, device=self._model.device)
 
     def verify(self) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
         """The accept walk of each sequence, and of each prompt that ends here (no tree: its first token), and the

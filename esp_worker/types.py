@@ -141,8 +141,9 @@ class DecodeStats:
 
     prefill_tokens: prompt tokens that were computed; cached_tokens: those whose KV another row had left (their sum is
     the prompt's length, more where a row was preempted and its context computed again). rows_computed counts decode
-    rows (root, tree nodes, probes), prefill not. engine_s is the sequence's share of engine time: of each pass, by the
-    rows that it had in it; over all sequences it adds up to the engine's busy time.
+    rows (root, tree nodes, probes), prefill not. engine_s is the sequence's share of engine time: a pass's time is
+    divided by rows between decoding and each prefilled chunk, and decoding's part alike among those that decode; over
+    all sequences it adds up to the engine's busy time.
     """
 
     prefill_calls: int = 0
@@ -164,7 +165,7 @@ class DecodeStats:
 
     @property
     def mean_batch(self) -> float | None:
-        """Mean number of sequences in the steps that this sequence took part in."""
+        """Mean number of sequences that decoded in the steps that this sequence did."""
         return self.batch_sum / self.decode_calls if self.decode_calls else None
 
 

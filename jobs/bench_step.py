@@ -48,11 +48,11 @@ class StepTiming:
 def measure_steps(
     model: CausalModel, rows: Sequence[int], slots: int, context: int, repeat: int
 ) -> dict[int, StepTiming]:
-    """By row count. Contexts begin at `context` tokens and grow with each step.
+    """By row count. Contexts begin at `context` tokens and grow with each step, the prefills of later slots' too.
 
     Raises ValueError where the model's context is too short, or no block of one mask has that many rows.
     """
-    steps = WARM_UP + repeat + PROFILED
+    steps = slots + WARM_UP + repeat + PROFILED
     new = 2 * steps + 4  # one mask: at most two tokens a step; and near its end a sequence drafts less
     if context + new > model.context_length:
         raise ValueError(
@@ -86,12 +86,12 @@ def _drafter(model: CausalModel, rows: int) -> Drafter:
 
 def _running_engine(model: CausalModel, drafter: Drafter, slots: int, context: int, new: int) -> Engine:
     """An engine whose slots are all decoding."""
-    engine = Engine(model, [drafter], slots=slots, prefix_reuse=False)
+    engine = Engine(model, [drafter], slots=slots, prefill_tokens=context, prefix_reuse=False)  # a prompt a step
     draw = random.Random(0)
     for slot in range(slots):
         prompt = tuple(draw.randrange(model.vocab_size) for _ in range(context))
         engine.submit(Request(str(slot), prompt, SamplingParams(max_new_tokens=new)))
-    while len(engine.running) < slots:
+    for _ in range(slots):
         engine.step()
     return engine
 

@@ -113,8 +113,8 @@ class SideRuns:
         return timings
 
     def profile(self, side: Side) -> dict[str, float] | None:
-        """Share of each part (watch.PARTS) in the decoding of the first prompts, one for each slot, prefill apart; None
-        where their first tokens end them all."""
+        """Share of each part (watch.PARTS) in the decoding of the first prompts, one for each slot, steps that prefill
+        too apart; None where there are no others."""
         drafters = self._drafters(side)
         engine = self._engine(side, drafters)
         seconds = dict.fromkeys(PARTS, 0.0)

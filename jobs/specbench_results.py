@@ -1,8 +1,9 @@
 """The figures of `jobs.bench specbench`: by side and category, counted from the units' records alone.
 
 tau: tokens of decode calls / decode calls (the first token of a generation is prefill's). Call reduction: 1 - 1/tau, as
-in the paper's table 6. Tokens per second: all tokens / engine time, prefill included; an engine's time is shared among
-the sequences of each step. Exact match: questions whose turns are all plain decoding's, token for token.
+in the paper's table 6. Tokens per second: all tokens / engine time, prefill included, which is divided among
+the sequences of each step (types.DecodeStats). Exact match: questions whose turns are all plain decoding's, token for
+token.
 """
 
 from __future__ import annotations

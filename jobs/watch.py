@@ -36,19 +36,20 @@ class Watch:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
-        self._drafted = 0.0  # when
+        self._began = 0.0  # the latest drafting
+        self._drafted = 0  # rows
         self.rows = 0
 
     def step(self, engine: Engine) -> tuple[list[Completion], dict[str, float] | None]:
-        """One step of an engine: what ended, and the seconds of its decoding by part; None where nothing decoded.
+        """One step of an engine: what ended, and its seconds by part; None where it did not decode, or prefilled too.
 
-        A step prefills first: drafting begins its decoding.
+        Drafting begins it.
         """
-        before = self._drafted
+        self._drafted = 0
         done = engine.step()
-        if self._drafted == before:
+        if not self._drafted or self.rows != self._drafted:
             return done, None
-        total, seconds = time.perf_counter() - self._drafted, self._seconds
+        total, seconds = time.perf_counter() - self._began, self._seconds
         parts = {name: seconds[name] for name in ("linears", "attention", "lm_head")}
         parts["draft_verify"] = total - seconds["backbone"] - seconds["lm_head"]
         parts["other"] = seconds["backbone"] - seconds["linears"] - seconds["attention"]
@@ -75,8 +76,10 @@ class Watch:
     def drafting(self, draft_all: Callable[[Sequence[Turn]], list[Draft]]) -> Callable[..., list[Draft]]:
         def run(turns: Sequence[Turn]) -> list[Draft]:
             self._seconds.clear()
-            self._drafted = time.perf_counter()
-            return draft_all(turns)
+            self._began = time.perf_counter()
+            drafts = draft_all(turns)
+            self._drafted = sum(draft.shape.rows for draft in drafts)
+            return drafts
 
         return run
 

@@ -43,7 +43,8 @@ def kernel_rows(rows: int) -> int:
     """`rows`, or up to a sixteenth more.
 
     For each number of rows that a layer has not met, oneDNN makes a kernel: 0.6 ms and half a megabyte, and it keeps no
-    more than 1,024. Prompts are of all lengths, so it would make four for nearly every pass.
+    more than 1,024. Prompts are of all lengths, so it would make four for nearly every pass. Whoever holds the rows of
+    all layers fills them up: here, each product would copy them.
     """
     step = 1
     while rows > _EXACT_ROWS * step:

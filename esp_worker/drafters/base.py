@@ -117,9 +117,10 @@ class Drafter(Protocol):
         """Learn from what `watch` asks for, of a chunk of a prompt or of a step; in front of that step's observe."""
         ...
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
-        """The step of the last draft_all is over: how long it took, how long of that this method worked (draft_all,
-        saw, observe), and how many tokens all its sequences committed."""
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+        """The step of the last draft_all is over: how long it took (None where its pass prefilled too), how long of
+        that this method worked (draft_all, saw, observe), and how many tokens all its sequences committed. A step that
+        some of these sequences had to leave has no end."""
         ...
 
 
@@ -139,7 +140,7 @@ class EachByItself(ABC):
     def saw(self, states: Sequence[Any], seen: Sequence[Seen]) -> None:
         raise AssertionError("without `watch` there is nothing to see")
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         return None
 
 

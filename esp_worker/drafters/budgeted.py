@@ -54,5 +54,5 @@ class BudgetedDrafter:
     def saw(self, states: Sequence[ProbeState], seen: Sequence[Seen]) -> None:
         raise AssertionError("without `watch` there is nothing to see")
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         self._budget.spent(seconds, tokens)

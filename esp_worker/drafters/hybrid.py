@@ -143,7 +143,7 @@ class HybridDrafter:
             state.drawn += len(run)
         self._probe.observe([state.probe for state in states], committed, probe_logits)
 
-    def spent(self, seconds: float, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         self._rows.spent(seconds, drafting, tokens)
 
     # ---- the tree

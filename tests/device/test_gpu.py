@@ -65,7 +65,12 @@ TINY = LlamaConfig(
 
 @pytest.mark.parametrize(("device", "families"), [("cpu", ["llama"]), pytest.param("cuda", FAMILIES, marks=GPU)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_tokens_are_the_references(device: str, families: Iterable[str], temperature: float) -> None:
+@pytest.mark.parametrize("part_start", [0, 1 << 60], ids=["in parts", "in one"])
+def test_tokens_are_the_references(
+    device: str, families: Iterable[str], temperature: float, part_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PART_START", "PART_START_GPU"):
+        monkeypatch.setattr(f"esp_worker.block.{name}", part_start)
     asked = mixed_requests(temperature=temperature, seed=3)
     for family in families:
         model = tiny_model.__wrapped__(family)  # of its own: other tests share the usual one

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from tiny import VOCAB, mixed_requests, request
+from tiny import VOCAB, mixed_requests, prompt, request
 
 from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker.block import Block
@@ -51,6 +51,28 @@ def test_engine_time_is_shared_out_over_rows() -> None:
     assert all(0 < c.stats.engine_s <= c.latency_s for c in done)
     assert all(1 <= (c.stats.mean_batch or 0) <= 3 for c in done)
     assert max(c.stats.mean_batch or 0 for c in done) > 2
+
+
+def test_those_that_decode_pay_alike_and_prompts_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def takes_a_second(self: CausalModel, cache: SlotCache, block: Block, embeds: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += 1.0
+        return forward(self, cache, block, embeds)
+
+    forward = CausalModel.forward_block
+    monkeypatch.setattr(CausalModel, "forward_block", takes_a_second)
+    monkeypatch.setattr("esp_worker.engine.time.perf_counter", lambda: now)
+    engine = esp("llama", 2, prefix_reuse=False)
+    requests = [
+        Request(str(i), prompt(8 + i, i), SamplingParams(max_new_tokens=new)) for i, new in enumerate((9, 2, 1))
+    ]
+    done = {c.request_id: c.stats for c in engine.generate(requests, "ar")}
+    # passes: 8 + 9 prompt rows; one row each; one row beside 10; one row, six times
+    assert done["0"].engine_s == pytest.approx(8 / 17 + 1 / 2 + 1 / 11 + 6)
+    assert done["1"].engine_s == pytest.approx(9 / 17 + 1 / 2)
+    assert done["2"].engine_s == pytest.approx(10 / 11)
 
 
 @pytest.mark.parametrize(

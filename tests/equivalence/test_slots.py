@@ -120,6 +120,24 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_steps")
+def test_a_long_prompt_waits_until_its_context_fits() -> None:
+    """And is computed once, beside as many as leave it room."""
+    short = [request(name, 5, max_new_tokens=new) for name, new in (("a", 8), ("bb", 14), ("ccc", 20))]
+    long = request("long", 60, max_new_tokens=4)
+    engine = esp("llama", 4, prefill_tokens=8, cache_bytes=4 * 64 * COLUMN_BYTES)
+    for item in short:
+        engine.submit(item)
+    done = engine.step()
+    engine.submit(long)
+    while engine.busy:
+        done += engine.step()
+    assert_equal("llama", [*short, long], done)
+    stats = {completion.request_id: completion.stats for completion in done}
+    assert {name: each.prefill_tokens for name, each in stats.items()} == {"a": 5, "bb": 5, "ccc": 5, "long": 60}
+    assert stats["long"].prefill_calls == 8
+
+
+@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("columns", [128, 200, 400])
 def test_a_small_cache_takes_fewer_sequences_at_a_time(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, int]] = []

@@ -65,6 +65,8 @@ def test_slots_are_parted_at_the_least_cost(slots: list[tuple[int, int]]) -> Non
 def test_one_wide_block_stands_alone() -> None:
     assert firsts_of_parts([100] * 16, [1] * 5 + [16] + [1] * 10, PART_START) == [0, 5, 6]
     assert firsts_of_parts([100] * 16, [1] * 16, PART_START) == [0]
+    lengths = [100 + 100 * (slot % 20) for slot in range(128)]
+    assert firsts_of_parts(lengths, [1] * 128, 400_000) == [0]  # parts have at most 32 slots, and cost more
     assert firsts_of_parts([100] * 5 + [3000] + [100] * 10, [1] * 16, PART_START) == [0, 5, 6]
 
 

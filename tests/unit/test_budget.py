@@ -145,12 +145,18 @@ def test_old_evidence_fades() -> None:
 
 class Job:
     """Sequences whose masks say `says` and are right with probability `right`, decoded under a budget on a machine
-    whose steps take `real` (default: what the table says)."""
+    whose steps take `real` (default: what the table says); timed: whether the budget hears how long."""
 
     def __init__(
-        self, budget: AutoBudget, says: float, right: float, real: Linear | None = None, seed: int = 0
+        self,
+        budget: AutoBudget,
+        says: float,
+        right: float,
+        real: Linear | None = None,
+        seed: int = 0,
+        timed: bool = True,
     ) -> None:
-        self.budget, self.says, self.right = budget, says, right
+        self.budget, self.says, self.right, self.timed = budget, says, right, timed
         self.real = real or budget._cost
         self.random = random.Random(seed)
         self.seconds = self.plain_seconds = 0.0
@@ -173,7 +179,7 @@ class Job:
                 levels[i] = [Candidates([1], [self.says])] if owned else []
             rows = max(1 + share.nodes + share.owners for share in shares)
             seconds = float(self.real.seconds(batch, np.array([rows]), 100)[0])
-            self.budget.spent(seconds, tokens)
+            self.budget.spent(seconds if self.timed else None, tokens)
             self.seconds += seconds
             self.plain_seconds += tokens * float(self.real.seconds(batch, np.array([1]), 100)[0]) / batch
             self.steps.append(shares)
@@ -183,8 +189,9 @@ class Job:
 FREE, DEAR = Linear(1.0, 0.001), Linear(0.05, 1.0)
 
 
-def test_rows_that_cost_nothing_are_taken() -> None:
-    job = Job(AutoBudget(FREE, 1, ROWS), says=0.7, right=0.7)
+@pytest.mark.parametrize("timed", [True, False])
+def test_rows_that_cost_nothing_are_taken(timed: bool) -> None:
+    job = Job(AutoBudget(FREE, 1, ROWS), says=0.7, right=0.7, timed=timed)
     job.run(400, batch=2)
     assert job.budget.drafting
     assert all(share.nodes == 1 for share in job.steps[-1]), "the whole tree"

@@ -65,6 +65,17 @@ def test_what_steps_really_take_corrects_the_table() -> None:
     assert chosen[-20:] == [1] * 20
 
 
+def test_a_pass_that_prefills_too_tells_of_tokens_alone() -> None:
+    rows = BestRows(Costs(1.0, 0.3), most=8)
+    chosen = []
+    for _ in range(60):
+        (width,) = after_look(rows, [chain(0.9)])
+        rows.spent(None, 0.0, 1)
+        chosen.append(width)
+    assert chosen[0] == 2
+    assert chosen[-20:].count(2) <= 2, "what is promised never comes"
+
+
 @pytest.mark.parametrize(("drafting", "wide"), [(0.1, True), (1.1, False)])
 def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
     """Two tokens of a step, minus what drafting takes beside it: 0.1 of a plain step is worth it, 1.1 is not."""

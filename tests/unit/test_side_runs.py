@@ -26,19 +26,19 @@ def decoded(limits: list[int], slots: int) -> Run:
 
 
 def test_the_steady_phase_lies_between_the_ends_of_the_first_and_the_last_full_step() -> None:
-    """A prefill gives a token, and a step one to each. Two sequences run to the end of the third step, where the short
-    one ends; the next one joins the long one for as many; three steps more are the long one's alone."""
+    """The first step of each is its prefill. Two run to the end of the fourth, where the short one ends; the next one
+    joins the long one for as many; two steps more are the long one's alone."""
     found = decoded([10, 4, 4], slots=2)
     assert found.full is not None
     first, last = found.full
-    assert (first.tokens, last.tokens) == (2 + 2, 7 + 4 + 4)
+    assert (first.tokens, last.tokens) == (1 + 1, 8 + 4 + 4)
     assert 0 < first.seconds < last.seconds < found.seconds
     assert sorted(len(completion.token_ids) for completion in found.done) == [4, 4, 10]
 
 
 @pytest.mark.parametrize(
     ("limits", "slots"),
-    [([4, 4], 2), ([4], 2), ([1, 2, 2], 2)],
+    [([4, 4], 2), ([4], 2), ([1, 1, 1], 2)],
     ids=["a prompt a slot", "slots left over", "one step alone is full"],
 )
 def test_without_a_steady_phase_there_is_no_figure(limits: list[int], slots: int) -> None:
@@ -59,7 +59,8 @@ def test_figures_are_medians_of_the_repeats() -> None:
 
 def test_a_profile_is_of_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only these move: 21 linear layers, 3 layers' attention, lm_head, a drafting, and what else a pass
-    does. A prefill's pass takes so long that nothing else would show beside it."""
+    does. Passes that prefill take so long that nothing else would show beside them: the first, and that of the
+    second prompt, which waits for what both begin with and so meets the first's decoding."""
     now = 0.0
 
     def takes(owner: Any, name: str, seconds: Callable[..., float]) -> None:
@@ -81,7 +82,9 @@ def test_a_profile_is_of_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def unasked() -> Any:
         raise AssertionError("plain decoding needs no step costs and no successors")
 
-    requests = [request(f"r{length}", length, max_new_tokens=new) for length, new in ((5, 4), (7, 9), (40, 9))]
+    first, other = request("a", 30, max_new_tokens=4), request("other", 40)
+    second = Request("b", first.prompt_ids[:20] + prompt(9, 7), SamplingParams(max_new_tokens=9))
+    requests = [first, second, other]
     runs = SideRuns(tiny_model("llama"), requests, unasked, unasked)
     total = 21 + 3 * 2 + 1 + 3 + 4
     assert runs.profile(Side(parse_decoder({"method": "ar"}), slots=2)) == pytest.approx(
