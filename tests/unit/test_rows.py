@@ -32,7 +32,7 @@ def after_look(rows: BestRows, trees: list[TokenTree]) -> list[int]:
     return rows.choose([EMPTY_TREE if least == NO_TREE else tree for tree in trees])
 
 
-@pytest.mark.parametrize("row", [0.03, 0.1, 0.2, 0.25])
+@pytest.mark.parametrize("row", [0.03, 0.1, 0.2, 0.23])
 def test_the_best_rate_over_all_ways_to_deal_rows_out(row: float) -> None:
     """Against a search over all of them: tokens of all sequences, over the step's seconds."""
     costs = Costs(1.0, row, free=3)
@@ -51,6 +51,18 @@ def test_the_best_rate_over_all_ways_to_deal_rows_out(row: float) -> None:
 @pytest.mark.parametrize(("row", "rows"), [(0.0, 4), (10.0, 1)])
 def test_free_rows_are_all_taken_and_dear_ones_not_at_all(row: float, rows: int) -> None:
     assert after_look(BestRows(Costs(1.0, row), most=8), [chain(0.5, 0.4, 0.3)]) == [rows]
+
+
+@pytest.mark.parametrize(("batch", "wide"), [(1, True), (16, False)])
+def test_many_sequences_together_must_gain_more(batch: int, wide: bool) -> None:
+    """Six percent, for each of them alike."""
+
+    class Alike(Costs):
+        def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
+            return sequences * super().seconds(1, rows - 1, context)
+
+    chosen = after_look(BestRows(Alike(1.0, 0.5), most=8), [chain(0.59)] * batch)
+    assert chosen == [2 if wide else 1] * batch
 
 
 def test_what_steps_really_take_corrects_the_table() -> None:
