@@ -113,13 +113,10 @@ class Step:
         embeds = self._model.embed(torch.tensor(ids, device=self._model.device))
         for first, sequence, draft in zip(self._firsts, self._sequences, self._drafts, strict=False):
             if draft.owners:
-                masks = sequence.drafter.mask_embeds(sequence.state)[: draft.masks]
-                probes = slice(first + draft.shape.token_rows, first + draft.shape.rows)
-                embeds[probes] = masks.to(embeds.dtype).repeat(len(draft.owners), 1)
+                _put_masks(embeds[first + draft.shape.token_rows : first + draft.shape.rows], sequence, draft.masks)
         for chunk, rows in self._rows_of_chunks():
             if chunk.masks:
-                masks = chunk.sequence.drafter.mask_embeds(chunk.sequence.state)[: chunk.masks]
-                embeds[rows.start + chunk.tokens : rows.stop] = masks.to(embeds.dtype)
+                _put_masks(embeds[rows.start + chunk.tokens : rows.stop], chunk.sequence, chunk.masks)
         return embeds
 
     def _rows_of_chunks(self) -> Iterator[tuple[Chunk, slice]]:
@@ -177,6 +174,12 @@ class Step:
                 first = rows.start + start
                 ranked = Ranked(self._model.logits(self._hidden[first : first + len(part)]))
                 yield chunk.sequence, Seen(part, range(len(part)), *answers(ranked, watch))
+
+
+def _put_masks(rows: torch.Tensor, sequence: ActiveSequence, masks: int) -> None:
+    """Fill rows [n * masks, H] with a sequence's first mask embeddings, over and over."""
+    embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
+    rows.copy_(embeds.repeat(len(rows) // masks, 1))
 
 
 def answers(ranked: Ranked, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:
