@@ -113,10 +113,12 @@ class Step:
         embeds = self._model.embed(torch.tensor(ids, device=self._model.device))
         for first, sequence, draft in zip(self._firsts, self._sequences, self._drafts, strict=False):
             if draft.owners:
-                _put_masks(embeds[first + draft.shape.token_rows : first + draft.shape.rows], sequence, draft.masks)
+                probes = embeds[first + draft.shape.token_rows : first + draft.shape.rows]
+                probes.copy_(sequence.drafter.probe_embeds(sequence.state, draft))
         for chunk, rows in self._rows_of_chunks():
             if chunk.masks:
-                _put_masks(embeds[rows.start + chunk.tokens : rows.stop], chunk.sequence, chunk.masks)
+                masks = chunk.sequence.drafter.mask_embeds(chunk.sequence.state)
+                embeds[rows.start + chunk.tokens : rows.stop].copy_(masks[: chunk.masks])
         return embeds
 
     def _rows_of_chunks(self) -> Iterator[tuple[Chunk, slice]]:
@@ -174,12 +176,6 @@ class Step:
                 first = rows.start + start
                 ranked = Ranked(self._model.logits(self._hidden[first : first + len(part)]))
                 yield chunk.sequence, Seen(part, range(len(part)), *answers(ranked, watch))
-
-
-def _put_masks(rows: torch.Tensor, sequence: ActiveSequence, masks: int) -> None:
-    """Fill rows [n * masks, H] with a sequence's first mask embeddings, over and over."""
-    embeds = sequence.drafter.mask_embeds(sequence.state)[:masks]
-    rows.copy_(embeds.repeat(len(rows) // masks, 1))
 
 
 def answers(ranked: Ranked, watch: Watch) -> tuple[np.ndarray, np.ndarray | None]:

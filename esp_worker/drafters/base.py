@@ -96,7 +96,11 @@ class Drafter(Protocol):
         ...
 
     def mask_embeds(self, state: Any) -> torch.Tensor:
-        """[k, H] the sequence's mask tokens."""
+        """[k, H] the mask tokens behind the sequence's prompt."""
+        ...
+
+    def probe_embeds(self, state: Any, draft: Draft) -> torch.Tensor:
+        """[owners * masks, H] those of the draft's probe rows, by owner."""
         ...
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
@@ -150,6 +154,9 @@ class Unprobed(EachByItself):
     masks = 0
 
     def mask_embeds(self, state: Any) -> torch.Tensor:
+        raise AssertionError("this method has no mask tokens")
+
+    def probe_embeds(self, state: Any, draft: Draft) -> torch.Tensor:
         raise AssertionError("this method has no mask tokens")
 
     def draft(self, state: Any, root_token: int, room: Room) -> Draft:

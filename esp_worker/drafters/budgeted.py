@@ -28,6 +28,9 @@ class BudgetedDrafter:
     def mask_embeds(self, state: ProbeState) -> torch.Tensor:
         return self._probe.mask_embeds(state)
 
+    def probe_embeds(self, state: ProbeState, draft: Draft) -> torch.Tensor:
+        return self._probe.probe_embeds(state, draft)
+
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         trees = [self._largest(turn) for turn in turns]
         shares = self._budget.choose(trees, max(turn.length for turn in turns))

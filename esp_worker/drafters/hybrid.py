@@ -5,10 +5,14 @@ Sources, of a candidate behind a path of drafted tokens:
   where that row was rejected (after Token Recycling, arXiv 2408.08696, and STAND, arXiv 2506.04708);
 - model: the model's own successors of the path's last token, known before any text (prime.py);
 - text: what followed the path's last tokens in this sequence's own prompt and output (after prompt lookup);
-- probe: ESP's mask token behind the root, where the last step's deepest accepted row had one (arXiv 2603.17942).
+- probe: ESP's mask token behind the root, where the last step's deepest accepted row had one (arXiv 2603.17942);
+- passed: what the model named for the text's last tokens, whether or not it took it: much of it comes a little later;
+- age: of whatever the others name, how long ago it stood in this sequence.
 
 Each source's opinion is a code, the codes' weights are learned online (odds.py), and the tree holds the most probable
-paths. Probes go to the rows most likely to end the accepted path.
+paths. Probes go to the rows most likely to end the accepted path. A probe stands in the place of the token behind its
+owner, and of that token the sources have an opinion already: so its embedding is the mean of what they name there, each
+by its probability, where ESP's mask is a mean of the text.
 
 Sampled rows: the noise of each output position is known before its logits are (sampling.gumbel_noise), so an answer
 is weighed as it will be drawn from: where it is right, its candidate ranked first is the token that will be drawn.
@@ -16,7 +20,7 @@ is weighed as it will be drawn from: where it is right, its candidate ranked fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +30,7 @@ from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
 from esp_worker.drafters.recall import Context, Recall
-from esp_worker.odds import NAMED, NOT_NAMED, SILENT, Answer, Odds, Opinion, Place, named_codes
+from esp_worker.odds import BINS, NAMED, NOT_NAMED, SILENT, Answer, Odds, Opinion, Place, named_codes
 from esp_worker.rows import Rows
 from esp_worker.sampling import gumbel_noise
 from esp_worker.tree import EMPTY_TREE, Candidates, Draft, TokenTree, block_shape, grow_best_first, most_probable
@@ -35,6 +39,8 @@ from esp_worker.types import SamplingParams
 LONGEST = 4  # tokens of an n-gram of the text, and of the tail that is kept of a path
 MASKS = 1
 PROBED = 16  # of a probe's candidates
+EXPECTED = 16  # candidates of a place that a probe's embedding is the mean of
+PASSED = 3  # of the text's last tokens
 ROWS_PER_PROBE = 15
 
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
@@ -56,21 +62,24 @@ _PRIOR_TEXT = (
     *(2.5, 1.5, 0.3, 0.1),
 )
 _PRIOR_PROBE = (0.0, -0.8, 1.0, 0.5, 0.2, 0.0, -0.3, -0.7, -1.2)
+_PRIOR_PASSED = (0.2, 0.1, 0.0, 0.0, 0.2, 0.5, 0.3, 0.1, 0.2)
+_PRIOR_AGE = (0.0, -0.7, -0.4, -0.2, 0.5, 0.6, 0.7, 0.5, 0.3)  # NAMED: the newest token, 2 or 3 ago, 4 to 7, ..
 
 _NOTHING = Draft(EMPTY_TREE, block_shape((), (), 0))
 
 
 @dataclass(slots=True)
 class HybridState:
-    """text: prompt and output, the root last; drawn: output tokens; proposed: of the tree drafted last, what may follow
-    each path; contexts: those of its rows."""
+    """text: prompt and output, the root last; drawn: output tokens; passed: the model's answers that gave the newest of
+    these, newest first; proposed: of the tree drafted last, what may follow each path; paths: those of its rows."""
 
     sampling: SamplingParams
     probe: ProbeState
     text: History
     drawn: int = 0
+    passed: list[Answer] = field(default_factory=list)
     proposed: dict[tuple[int, ...], Place] = field(default_factory=dict)
-    contexts: list[Context] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
     def tail(self) -> Context:
@@ -89,11 +98,13 @@ class HybridDrafter:
         rows: Rows,
         successors: Callable[[int], Answer | None] = lambda token: None,
     ) -> None:
+        self._embed = embed
         self._rows = rows
         self._successors = successors
         self._probe = ProbeDrafter(embed, masks=MASKS, block_complexity=2 * (PROBED + 1), probe_owners=1)
         self._recall = Recall()
-        self._odds = Odds((*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_TEXT), _PRIOR_BIAS)
+        sources = (*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_PASSED, _PRIOR_TEXT, _PRIOR_AGE)
+        self._odds = Odds(sources, _PRIOR_BIAS)
         self._watch = Watch(best=self._recall.best, probs="best")
         self.watch: Watch | None = self._watch
         self.masks = MASKS
@@ -103,6 +114,24 @@ class HybridDrafter:
 
     def mask_embeds(self, state: HybridState) -> torch.Tensor:
         return self._probe.mask_embeds(state.probe)
+
+    def probe_embeds(self, state: HybridState, draft: Draft) -> torch.Tensor:
+        """What is expected behind each owner; ESP's mask where nothing is."""
+        tokens = np.zeros((len(draft.owners), EXPECTED), np.int64)
+        probs = np.zeros(tokens.shape, np.float32)
+        for row, owner in enumerate(draft.owners):
+            place = state.proposed.get(state.paths[owner])
+            for column, candidate in enumerate(place.candidates[:EXPECTED] if place else ()):
+                tokens[row, column], probs[row, column] = candidate
+        mass = probs.sum(1, keepdims=True)
+        weights = probs / np.where(mass, mass, 1)
+        masks = state.probe.masks
+        embeds = self._embed(torch.from_numpy(tokens).to(masks.device)).to(masks.dtype)
+        expected = (torch.from_numpy(weights).to(masks)[:, None] @ embeds)[:, 0]
+        unknown = np.flatnonzero(mass[:, 0] == 0)
+        if len(unknown):
+            expected[unknown] = self._probe.mask_embeds(state.probe)
+        return expected
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
         least = self._rows.least(len(turns), max(turn.length for turn in turns))
@@ -120,7 +149,9 @@ class HybridDrafter:
         for state, each in zip(states, seen, strict=True):
             assert each.logprobs is not None
             kept += [len(contexts) + row for row in each.path]
-            contexts += state.contexts
+            contexts += [(*state.tail, *path)[-LONGEST:] for path in state.paths]
+            state.passed = [_answer(each, row) for row in reversed(each.path[-PASSED:])] + state.passed
+            del state.passed[PASSED:]
             tokens.append(each.best)
             logprobs.append(each.logprobs)
         # Of equal contexts, one that a sequence keeps has the last word.
@@ -151,6 +182,7 @@ class HybridDrafter:
     def _grow(self, state: HybridState, room: Room, least: float) -> TokenTree:
         state.proposed = {}
         if least > 1:
+            state.passed = []  # this step's answers will not be seen
             return EMPTY_TREE
         tail = state.tail
 
@@ -166,22 +198,40 @@ class HybridDrafter:
             return _NOTHING
         probes = rows // ROWS_PER_PROBE if turn.room.masks(self.masks) else 0
         tree = most_probable(tree, rows - 1 - probes)
-        turn.state.contexts = _contexts(turn.state.tail, tree)
+        turn.state.paths = _paths(tree)
         spare = rows - 1 - len(tree) if probes else 0
         return self._probe.block(tree, turn.room, min(spare, 1 + len(tree)))
 
     def _place(self, state: HybridState, tail: Context, path: tuple[int, ...]) -> Place:
         """What may follow `path`, with every source's opinion."""
         context = (*tail, *path)[-LONGEST:]
-        answers = [*self._recall.answers(context), self._successors(context[-1]), _probed(state.probe.levels, path)]
+        answers = [*self._recall.answers(context), self._successors(context[-1])]
+        answers += [_probed(state.probe.levels, path), None if path else _merged(state.passed)]
         if state.sampling.temperature > 0:
             answers = _as_drawn(answers, state.sampling, state.drawn + len(path))
         opinions = [SILENT if each is None else _opinion(each) for each in answers]
-        return self._odds.place([*opinions, _text_opinion(state.text.after(context))])
+        opinions.append(_text_opinion(state.text.after(context)))
+        ages = state.text.ages({token for opinion in opinions for token in opinion.named})
+        return self._odds.place([*opinions, _age_opinion(ages)])
 
 
 def _opinion(answer: Answer) -> Opinion:
     return Opinion(NOT_NAMED, dict(zip(answer.tokens, answer.codes, strict=True)))
+
+
+def _answer(seen: Seen, row: int) -> Answer:
+    assert seen.logprobs is not None
+    return Answer(seen.best[row].tolist(), named_codes(np.exp(seen.logprobs[row])).tolist(), seen.logprobs[row])
+
+
+def _merged(answers: Sequence[Answer]) -> Answer | None:
+    """All that they name, as the newest that names it does; newest first."""
+    if not answers:
+        return None
+    named: dict[int, tuple[int, float]] = {}
+    for answer in reversed(answers):
+        named.update(zip(answer.tokens, zip(answer.codes, answer.logprobs.tolist(), strict=True), strict=True))
+    return Answer(list(named), [code for code, _ in named.values()], np.array([each for _, each in named.values()]))
 
 
 def _as_drawn(answers: Sequence[Answer | None], params: SamplingParams, position: int) -> list[Answer | None]:
@@ -225,9 +275,13 @@ def _text_opinion(followed: Iterable[tuple[int, list[int]]]) -> Opinion:
     return Opinion(NOT_NAMED, codes) if codes else SILENT
 
 
-def _contexts(tail: Context, tree: TokenTree) -> list[Context]:
+def _age_opinion(ages: Mapping[int, int]) -> Opinion:
+    return Opinion(NOT_NAMED, {token: NAMED + min(age.bit_length(), BINS) - 1 for token, age in ages.items()})
+
+
+def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
     """Of root and nodes."""
-    contexts = [tail]
+    paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        contexts.append((*contexts[parent], token)[-LONGEST:])
-    return contexts
+        paths.append((*paths[parent], token))
+    return paths

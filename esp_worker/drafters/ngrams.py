@@ -15,6 +15,7 @@ class History:
         self.tokens = list(tokens)
         self._longest = longest
         self._places: dict[tuple[int, ...], list[int]] = {}  # n-gram -> indices of the tokens that followed it
+        self._newest: dict[int, int] = {}  # token -> where it stood last
         self._indexed = 0  # of the tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -33,6 +34,12 @@ class History:
         for size, places in self._known(text):
             yield size, [self.tokens[place] for place in places[-self.NEWEST :]]
 
+    def ages(self, tokens: Iterable[int]) -> dict[int, int]:
+        """How many tokens ago each of `tokens` stood last, 1 for the newest; those that never did are left out."""
+        self._index()
+        newest, end = self._newest, len(self.tokens)
+        return {token: end - newest[token] for token in tokens if token in newest}
+
     def _known(self, text: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
         self._index()
         for size in range(min(self._longest, len(text)), 0, -1):
@@ -42,6 +49,7 @@ class History:
 
     def _index(self) -> None:
         for end in range(self._indexed, len(self.tokens)):
+            self._newest[self.tokens[end]] = end
             for size in range(1, min(self._longest, end) + 1):
                 self._places.setdefault(tuple(self.tokens[end - size : end]), []).append(end)
         self._indexed = len(self.tokens)

@@ -110,6 +110,10 @@ class ProbeDrafter(EachByItself):
             state.committed = []
         return state.masks
 
+    def probe_embeds(self, state: ProbeState, draft: Draft) -> torch.Tensor:
+        """The same masks for every owner."""
+        return self.mask_embeds(state)[: draft.masks].repeat(len(draft.owners), 1)
+
     def draft(self, state: ProbeState, root_token: int, room: Room) -> Draft:
         return self.block(self.grow(state.levels, root_token, room), room, self._probe_owners)
 
