@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from esp_worker.accel.packed import LinearPart, PackedLinear, kernel_rows
+from esp_worker.accel.packed import LinearPart, PackedLinear, filled_up, kernel_rows
 from esp_worker.block import Block
 from esp_worker.model import Attend, CausalModel, KeyValues
 
@@ -103,7 +102,7 @@ class StraightLayers:
         near, far = sin.chunk(2, -1)
         sin = torch.cat((-near, far), -1)  # of both halves swapped, not of (-second, first)
         rows = len(x)
-        x = _filled_up(x, kernel_rows(rows))
+        x = filled_up(x, kernel_rows(rows))
         for layer in self._layers:
             x = layer(x, cos, sin, cache, block, attend)
         return self._norm(x[:rows])
@@ -141,11 +140,6 @@ class _StraightLayer:
         keys, values = cache.update(queries_keys[:, self._queries :], values, self._index)
         queries = queries_keys[:, : self._queries]
         out, _ = attend(self._module, queries, keys, values, None, block=block, **self._settings)
-        x = self._o.forward(_filled_up(out.reshape(rows, -1), len(x)), x)
+        x = self._o.forward(filled_up(out.reshape(rows, -1), len(x)), x)
         gate, up = self._gate_up.forward(self._mlp_norm.forward(x)).split(self._inner, -1)
         return self._down.forward(self._activation.forward(gate) * up, x)
-
-
-def _filled_up(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[R, ..] -> [rows, ..], with zeros."""
-    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))

@@ -182,9 +182,22 @@ def test_straight_layers_give_what_the_modules_give(family: str) -> None:
 
 def test_kernels_are_made_for_few_numbers_of_rows() -> None:
     sizes = [packed.kernel_rows(rows) for rows in range(1, 2049)]
-    assert sizes[:32] == list(range(1, 33))
-    assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes, start=1))
+    fewest = sizes[0]
+    assert sizes[:32] == [max(rows, fewest) for rows in range(1, 33)]
+    assert all(rows <= size <= max(rows * 17 / 16, fewest) for rows, size in enumerate(sizes, start=1))
     assert len(set(sizes)) <= 32 + 16 * 6  # 16 an octave, of six
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5), (2, 2, 5), (7, 5), (0, 5)])
+def test_few_rows_are_filled_up_and_nothing_of_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(packed, "_FEWEST_ROWS", 6)
+    linear, x = nn.Linear(5, 3), torch.randn(shape)
+    given = packed.PackedLinear(linear)(x)
+    assert given.shape == (*shape[:-1], 3)
+    torch.testing.assert_close(given, linear(x))
 
 
 @needs_packing

@@ -98,6 +98,7 @@ def test_followers_are_all_that_followed(first: list[int], runs: list[list[int]]
     before = [tuple(text[end - size : end]) for size in range(1, longest + 1) for end in range(size, len(text))]
     stood = [size for size in range(longest, 0, -1) if size <= len(text) and tuple(text[-size:]) in before]
     assert sizes == stood
+    assert followers.ages(range(5)) == {token: text[::-1].index(token) + 1 for token in set(text)}
 
 
 # ------------------------------------------------------------------------------------------------------------ trees
@@ -128,6 +129,55 @@ def test_each_source_alone_makes_a_draft() -> None:
     logits[0, 5] = 9.0
     by_probe.observe([state], [[4]], [logits])
     assert draft(by_probe, state).tree.tokens[0] == 5
+
+
+def test_what_was_passed_over_is_proposed_again() -> None:
+    drafter = hybrid(rows=9)
+    state = start(drafter, [1, 2], 3)
+    for run in ([10], [11], [12], [13]):
+        assert not set(draft(drafter, state).tree.tokens) & set(run)
+        rows = 1 + len(state.paths[1:])
+        best = [[run[0], 1000 + run[0]]] * rows
+        drafter.saw([state], [seen([0] * rows, [0], best)])
+        drafter.observe([state], [run], [torch.zeros(0, 9)])
+    proposed = dict(drafter._place(state, state.tail, ()).candidates)
+    assert {1011, 1012, 1013} < set(proposed), "named for the last three tokens"
+    assert 1010 not in proposed
+    assert 1013 not in dict(drafter._place(state, state.tail, (5,)).candidates), "only behind the root"
+
+
+def test_a_step_that_nobody_looked_at_ends_what_was_passed_over() -> None:
+    drafter = hybrid()
+    state = start(drafter, [1, 2], 3)
+    draft(drafter, state)
+    drafter.saw([state], [seen([3], [0], [[6, 7]])])
+    assert state.passed
+    drafter._rows.least = lambda batch, context: NO_TREE  # type: ignore[method-assign]
+    draft(drafter, state)
+    assert not state.passed
+
+
+def test_of_two_candidates_alike_the_one_that_stood_in_the_text_comes_first() -> None:
+    for prompt, better in (([1, 2, 30, 5], 30), ([1, 2, 40, 5], 40)):
+        drafter = hybrid(rows=3)
+        drafter._successors = {9: answer([30, 40], [-0.7, -0.7])}.get
+        candidates = drafter._place(start(drafter, prompt, 9), (*prompt, 9), ()).candidates
+        assert candidates[0][0] == better
+
+
+def test_a_probe_is_the_mean_of_what_is_expected_in_its_place() -> None:
+    table = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    rows = FixedRows(20)
+    drafter = HybridDrafter(lambda ids: table[ids], rows, {3: answer([8, 7], [-0.2, -1.7])}.get)
+    state = drafter.start(Prompt((1, 2), GREEDY, lambda ids: table[ids], torch.device("cpu")))
+    drafter.observe([state], [[3]], [torch.zeros(0, 9)])
+    made = draft(drafter, state)
+    assert (made.owners, made.tree.tokens) == ((0, 1, 2), (8, 7))
+    root, *leaves = drafter.probe_embeds(state, made)
+    (_, first), (_, second) = drafter._place(state, state.tail, ()).candidates
+    torch.testing.assert_close(root, (first * table[8] + second * table[7]) / (first + second))
+    for leaf in leaves:  # nobody knows what follows: ESP's mask
+        torch.testing.assert_close(leaf, drafter.mask_embeds(state)[0])
 
 
 def test_a_rejected_rows_answer_is_recalled_behind_its_own_path() -> None:
