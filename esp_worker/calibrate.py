@@ -84,7 +84,7 @@ def step_cost(model: CausalModel, key: CostKey, slots: int, max_length: int) -> 
 def short_grid(slots: int, max_length: int) -> Grid:
     """Few enough points for an actor's warm-up."""
     contexts = sorted({max(min(context, max_length - 2), 1) for context in (128, 1024)})  # nodes stand behind the root
-    return Grid(sorted({1, slots}), [1, 2, 8, 30], contexts, repeats=3, seconds=6.0)
+    return Grid(sorted({1, slots}), [1, 2, 6, 8, 30], contexts, repeats=3, seconds=6.0)
 
 
 @torch.inference_mode()

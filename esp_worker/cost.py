@@ -20,7 +20,7 @@ import xxhash
 
 from esp_worker.checkpoint import cache_folder
 
-FORMAT = 2
+FORMAT = 3
 MAX_ROWS = 64  # widest block of one sequence that a budget chooses
 _BEYOND = 1024.0  # how far behind the last measured point the grid is continued, in multiples of that point
 

@@ -1,4 +1,4 @@
-"""Linear layers with weights packed once for oneDNN: on a CPU, one kernel that is fast for one row and for many.
+"""Linear layers with weights packed once for oneDNN: on a CPU, kernels that are fast for few rows and for many.
 
 PyTorch's own path reorders the weight in every call, and changes kernels between one row and two. I inputs, O outputs.
 The operators are private to PyTorch's inductor backend, so they are tried before they are used.
@@ -18,7 +18,8 @@ from torch import nn
 _ROWS_HINT = 16  # rows that the packed layout is chosen for; it serves every number of them
 _EXACT_ROWS = 32
 # With AVX-512, oneDNN's products of fewer rows take up to a third longer than those of 6 (SmolLM2's layers on an AMD
-# EPYC, 1 to 7 rows: 24, 26, 23, 22, 20, 20, 22 ms); with AVX2 each row costs more than the one before.
+# EPYC, 1 to 7 rows: 24, 26, 23, 22, 20, 20, 22 ms; its lm_head gains half as much); with AVX2 each row costs more than
+# the one before.
 _FEWEST_ROWS = 6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
 # Hugging Face's names of sibling layers that take the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -48,7 +49,7 @@ def kernel_rows(rows: int) -> int:
 
     For each number of rows that a layer has not met, oneDNN makes a kernel: 0.6 ms and half a megabyte, and it keeps no
     more than 1,024. Prompts are of all lengths, so it would make four for nearly every pass. Whoever holds the rows of
-    all layers fills them up: here, each product would copy them.
+    all layers fills them up: here, each product would have to copy them, which it does with few rows only.
     """
     step = 1
     while rows > _EXACT_ROWS * step:
@@ -86,7 +87,7 @@ class PackedLinear(nn.Module):
         self._packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))  # cat would copy even one
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if residual is None and x.numel() < _FEWEST_ROWS * self.in_features:
+        if residual is None and 0 < x.numel() < _FEWEST_ROWS * self.in_features:
             rows = x.reshape(-1, self.in_features)
             product = _linear(filled_up(rows, _FEWEST_ROWS), self._packed, self.bias)
             return product[: len(rows)].view(*x.shape[:-1], self.out_features)

@@ -5,14 +5,15 @@ Sources, of a candidate behind a path of drafted tokens:
   where that row was rejected (after Token Recycling, arXiv 2408.08696, and STAND, arXiv 2506.04708);
 - model: the model's own successors of the path's last token, known before any text (prime.py);
 - text: what followed the path's last tokens in this sequence's own prompt and output (after prompt lookup);
-- probe: ESP's mask token behind the root, where the last step's deepest accepted row had one (arXiv 2603.17942);
+- probe: the model's own, of a mask row that stood in the root's place, where the last step's deepest accepted row owned
+  one (ESP, arXiv 2603.17942);
 - passed: what the model named for the text's last tokens, whether or not it took it: much of it comes a little later;
 - age: of whatever the others name, how long ago it stood in this sequence.
 
 Each source's opinion is a code, the codes' weights are learned online (odds.py), and the tree holds the most probable
 paths. Probes go to the rows most likely to end the accepted path. A probe stands in the place of the token behind its
 owner, and of that token the sources have an opinion already: so its embedding is the mean of what they name there, each
-by its probability, where ESP's mask is a mean of the text.
+by its probability. ESP's own mask, a mean of the text, stands behind prompts and where they name nothing.
 
 Sampled rows: the noise of each output position is known before its logits are (sampling.gumbel_noise), so an answer
 is weighed as it will be drawn from: where it is right, its candidate ranked first is the token that will be drawn.
@@ -46,7 +47,8 @@ ROWS_PER_PROBE = 15
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
 
-# Weights that learning begins with, by source and code: learned from 52 prompts of Spec-Bench by SmolLM2-135M.
+# Weights that learning begins with, by source and code: learned from 52 prompts of Spec-Bench by SmolLM2-135M, those of
+# `passed` and of ages after the others.
 _PRIOR_BIAS = -0.5
 _PRIOR_RECALL = (  # by ORDERS
     (0.6, -0.5, 0.5, 0.1, 0.0, -0.2, -0.6, -1.1, -1.1),
@@ -117,6 +119,7 @@ class HybridDrafter:
 
     def probe_embeds(self, state: HybridState, draft: Draft) -> torch.Tensor:
         """What is expected behind each owner; ESP's mask where nothing is."""
+        assert draft.masks == 1, "what is expected further on is not known"
         tokens = np.zeros((len(draft.owners), EXPECTED), np.int64)
         probs = np.zeros(tokens.shape, np.float32)
         for row, owner in enumerate(draft.owners):
@@ -149,7 +152,8 @@ class HybridDrafter:
         for state, each in zip(states, seen, strict=True):
             assert each.logprobs is not None
             kept += [len(contexts) + row for row in each.path]
-            contexts += [(*state.tail, *path)[-LONGEST:] for path in state.paths]
+            tail = state.tail
+            contexts += [(*tail, *path)[-LONGEST:] for path in state.paths]
             state.passed = [_answer(each, row) for row in reversed(each.path[-PASSED:])] + state.passed
             del state.passed[PASSED:]
             tokens.append(each.best)
@@ -225,7 +229,7 @@ def _answer(seen: Seen, row: int) -> Answer:
 
 
 def _merged(answers: Sequence[Answer]) -> Answer | None:
-    """All that they name, as the newest that names it does; newest first."""
+    """All that they name, as the newest that names it does. answers: newest first."""
     if not answers:
         return None
     named: dict[int, tuple[int, float]] = {}

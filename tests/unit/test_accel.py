@@ -168,9 +168,11 @@ def chains(model: CausalModel, lengths: Sequence[int] = (3, 12, 30), rows: Seque
 
 @needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
-def test_straight_layers_give_what_the_modules_give(family: str) -> None:
+@pytest.mark.parametrize("fewest", [1, 6])
+def test_straight_layers_give_what_the_modules_give(monkeypatch: pytest.MonkeyPatch, family: str, fewest: int) -> None:
     """Of slots at different lengths, past a window where there is one, with blocks of different widths and of one, and
-    of more rows than have kernels of their own."""
+    of fewer or more rows than have kernels of their own."""
+    monkeypatch.setattr(packed, "_FEWEST_ROWS", fewest)
     model = random_model(family)
     blocks = [((3, 12, 30), (4, 1, 3)), ((9,), (5,)), ((8, 8), (1, 1)), ((3, 12), (40, 27))]
     before = [chains(model, *each) for each in blocks]

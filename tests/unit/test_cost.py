@@ -87,7 +87,7 @@ def test_files(tmp_path: Path) -> None:
     assert (again.sequences, again.rows, again.contexts) == ((1, 4), (1, 2), (64,))
     assert [each.name for each in file.parent.iterdir()] == ["a.json"], "no scratch file is left"
     content = json.loads(file.read_text())
-    for broken in ({**content, "format": 99}, {**content, "seconds": [1]}, {"format": 2}, [], {**content, "key": {}}):
+    for broken in ({**content, "format": 99}, {**content, "seconds": [1]}, {"format": 3}, [], {**content, "key": {}}):
         file.write_text(json.dumps(broken))
         with pytest.raises(CostTableError, match=r"a\.json: no step-cost table"):
             StepCost.load(file)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn
-from esp_worker.drafters.hybrid import HybridDrafter, HybridState
+from esp_worker.drafters.hybrid import EXPECTED, HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
@@ -136,7 +136,7 @@ def test_what_was_passed_over_is_proposed_again() -> None:
     state = start(drafter, [1, 2], 3)
     for run in ([10], [11], [12], [13]):
         assert not set(draft(drafter, state).tree.tokens) & set(run)
-        rows = 1 + len(state.paths[1:])
+        rows = len(state.paths)
         best = [[run[0], 1000 + run[0]]] * rows
         drafter.saw([state], [seen([0] * rows, [0], best)])
         drafter.observe([state], [run], [torch.zeros(0, 9)])
@@ -144,6 +144,14 @@ def test_what_was_passed_over_is_proposed_again() -> None:
     assert {1011, 1012, 1013} < set(proposed), "named for the last three tokens"
     assert 1010 not in proposed
     assert 1013 not in dict(drafter._place(state, state.tail, (5,)).candidates), "only behind the root"
+
+
+def test_of_a_run_each_tokens_answer_is_remembered_the_newest_first() -> None:
+    drafter = hybrid(rows=9, known={3: [4], 4: [5], 5: [6], 6: [7]})
+    state = start(drafter, [1, 2], 3)
+    assert draft(drafter, state).tree.tokens == (4, 5, 6, 7)
+    drafter.saw([state], [seen([3, 4, 5, 6, 7], range(5), [[4, 50], [5, 50], [6, 60], [7, 70], [8, 80]])])
+    assert [each.tokens[:2] for each in state.passed] == [[8, 80], [7, 70], [6, 60]]
 
 
 def test_a_step_that_nobody_looked_at_ends_what_was_passed_over() -> None:
@@ -167,17 +175,33 @@ def test_of_two_candidates_alike_the_one_that_stood_in_the_text_comes_first() ->
 
 def test_a_probe_is_the_mean_of_what_is_expected_in_its_place() -> None:
     table = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    rows = FixedRows(20)
-    drafter = HybridDrafter(lambda ids: table[ids], rows, {3: answer([8, 7], [-0.2, -1.7])}.get)
+    known = {3: answer([8, 7], [-0.2, -1.7]), 7: answer([6], [0.0])}
+    drafter = HybridDrafter(lambda ids: table[ids], FixedRows(20), known.get)
     state = drafter.start(Prompt((1, 2), GREEDY, lambda ids: table[ids], torch.device("cpu")))
     drafter.observe([state], [[3]], [torch.zeros(0, 9)])
     made = draft(drafter, state)
-    assert (made.owners, made.tree.tokens) == ((0, 1, 2), (8, 7))
-    root, *leaves = drafter.probe_embeds(state, made)
+    assert made.owners == (0, 1, 2, 3)
+    assert state.paths == [(), (8,), (7,), (7, 6)] or state.paths == [(), (7,), (8,), (7, 6)]
+    probes = dict(zip(state.paths, drafter.probe_embeds(state, made), strict=True))
     (_, first), (_, second) = drafter._place(state, state.tail, ()).candidates
-    torch.testing.assert_close(root, (first * table[8] + second * table[7]) / (first + second))
-    for leaf in leaves:  # nobody knows what follows: ESP's mask
-        torch.testing.assert_close(leaf, drafter.mask_embeds(state)[0])
+    torch.testing.assert_close(probes[()], (first * table[8] + second * table[7]) / (first + second))
+    torch.testing.assert_close(probes[7,], table[6])
+    for leaf in ((8,), (7, 6)):  # nobody knows what follows: ESP's mask
+        torch.testing.assert_close(probes[leaf], drafter.mask_embeds(state)[0])
+
+
+def test_a_probe_is_the_mean_of_the_likeliest_alone() -> None:
+    table = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    drafter = HybridDrafter(
+        lambda ids: table[ids], FixedRows(60), {3: answer(list(range(10, 40)), [-0.1 * k for k in range(30)])}.get
+    )
+    state = drafter.start(Prompt((1, 2), GREEDY, lambda ids: table[ids], torch.device("cpu")))
+    drafter.observe([state], [[3]], [torch.zeros(0, 40)])
+    made = draft(drafter, state)
+    likeliest = drafter._place(state, state.tail, ()).candidates[:EXPECTED]
+    total = sum(prob for _, prob in likeliest)
+    mean = sum(prob / total * table[token].float() for token, prob in likeliest)
+    torch.testing.assert_close(drafter.probe_embeds(state, made)[0], mean)
 
 
 def test_a_rejected_rows_answer_is_recalled_behind_its_own_path() -> None:
