@@ -193,11 +193,12 @@ def test_a_probe_is_the_mean_of_what_is_expected_in_its_place() -> None:
 def test_a_probe_is_the_mean_of_the_likeliest_alone() -> None:
     table = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     drafter = HybridDrafter(
-        lambda ids: table[ids], FixedRows(60), {3: answer(list(range(10, 40)), [-0.1 * k for k in range(30)])}.get
+        lambda ids: table[ids], FixedRows(16), {3: answer(list(range(10, 40)), [-0.1 * k for k in range(30)])}.get
     )
     state = drafter.start(Prompt((1, 2), GREEDY, lambda ids: table[ids], torch.device("cpu")))
     drafter.observe([state], [[3]], [torch.zeros(0, 40)])
     made = draft(drafter, state)
+    assert made.owners == (0,)
     likeliest = drafter._place(state, state.tail, ()).candidates[:EXPECTED]
     total = sum(prob for _, prob in likeliest)
     mean = sum(prob / total * table[token].float() for token, prob in likeliest)
