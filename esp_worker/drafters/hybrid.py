@@ -30,7 +30,7 @@ import torch
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn, Watch
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.probe import ProbeDrafter, ProbeState
-from esp_worker.drafters.recall import Context, Recall
+from esp_worker.drafters.recall import BEST, Context, Recall
 from esp_worker.odds import BINS, NAMED, NOT_NAMED, SILENT, Answer, Odds, Opinion, Place, named_codes
 from esp_worker.rows import Rows
 from esp_worker.sampling import gumbel_noise
@@ -47,25 +47,25 @@ ROWS_PER_PROBE = 15
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
 
-# Weights that learning begins with, by source and code: learned from 52 prompts of Spec-Bench by SmolLM2-135M, those of
-# `passed` and of ages after the others.
-_PRIOR_BIAS = -0.5
+# Weights that learning begins with, by source and code: a fit to what SmolLM2-135M took at 30 rows, greedily and drawn
+# at temperature 1, behind 70 prompts of Spec-Bench. Those that README's figures are measured with are not among them.
+_PRIOR_BIAS = 0.1
 _PRIOR_RECALL = (  # by ORDERS
-    (0.6, -0.5, 0.5, 0.1, 0.0, -0.2, -0.6, -1.1, -1.1),
-    (-0.2, -0.7, 1.1, 0.2, 0.1, -0.3, -0.5, -0.7, -1.0),
-    (-0.3, -1.0, 1.1, 0.3, 0.1, -0.3, -0.4, -0.6, -0.9),
+    (-0.5, -0.6, 1.3, 1.3, 0.6, 0.3, -0.1, -0.3, -0.4),
+    (-0.4, -0.8, 1.2, 1.2, 0.8, 0.3, 0.1, -0.5, -0.6),
+    (0.0, -0.9, 1.5, 1.5, 0.2, 0.2, -0.2, -0.1, -0.6),
 )
-_PRIOR_MODEL = (0.0, -0.5, 0.8, 0.4, 0.1, 0.0, -0.2, -0.4, -0.6)
+_PRIOR_MODEL = (-0.4, -0.5, 1.2, 1.2, 0.7, 0.2, -0.1, -0.4, -0.7)
 _PRIOR_TEXT = (
-    *(-1.4, -2.0),
-    *(0.4, 0.8, -0.5, -1.0),
-    *(0.8, 0.6, -0.1, -0.7),
-    *(1.4, 0.5, -0.1, -0.3),
-    *(2.5, 1.5, 0.3, 0.1),
+    *(-2.1, -2.6),
+    *(0.2, 0.4, -1.0, -1.5),
+    *(0.6, 0.9, -0.7, -0.8),
+    *(1.2, 0.7, -0.9, -0.6),
+    *(3.0, 2.9, 0.5, -0.1),
 )
-_PRIOR_PROBE = (0.0, -0.8, 1.0, 0.5, 0.2, 0.0, -0.3, -0.7, -1.2)
-_PRIOR_PASSED = (0.2, 0.1, 0.0, 0.0, 0.2, 0.5, 0.3, 0.1, 0.2)
-_PRIOR_AGE = (0.0, -0.7, -0.4, -0.2, 0.5, 0.6, 0.7, 0.5, 0.3)  # NAMED: the newest token, 2 or 3 ago, 4 to 7, ..
+_PRIOR_PROBE = (-0.4, -0.8, 1.4, 1.4, 0.7, 0.3, 0.0, -0.3, -0.9)
+_PRIOR_PASSED = (-0.3, -0.4, 0.7, 0.7, 0.3, 0.4, 0.1, -0.2, -0.6)
+_PRIOR_AGE = (0.0, -0.6, -1.0, -0.6, 0.2, 0.5, 0.6, 0.5, 0.3)  # NAMED: the newest token, 2 or 3 ago, 4 to 7, ..
 
 _NOTHING = Draft(EMPTY_TREE, block_shape((), (), 0))
 
@@ -107,7 +107,7 @@ class HybridDrafter:
         self._recall = Recall()
         sources = (*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_PASSED, _PRIOR_TEXT, _PRIOR_AGE)
         self._odds = Odds(sources, _PRIOR_BIAS)
-        self._watch = Watch(best=self._recall.best, probs="best")
+        self._watch = Watch(best=BEST, probs="best")
         self.watch: Watch | None = self._watch
         self.masks = MASKS
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn
 from esp_worker.drafters.hybrid import EXPECTED, HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
-from esp_worker.drafters.recall import ORDERS, Recall
+from esp_worker.drafters.recall import BEST, ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
 from esp_worker.rows import NO_TREE, FixedRows
 from esp_worker.sampling import gumbel_noise
@@ -69,30 +69,33 @@ def seen(tokens: Sequence[int], path: Sequence[int], best: Sequence[Sequence[int
 
 # --------------------------------------------------------------------------------------------------------- sources
 
+ANSWERS = np.arange(2 * BEST).reshape(2, BEST)
+LOGPROBS = -np.arange(2.0 * BEST).reshape(2, BEST)
+
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=30))
 def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int, ...]]) -> None:
-    recall = Recall(best=2, bits=16)  # so few contexts share no place in it
-    answers = np.array([[row, row + 1] for row in range(len(contexts))])
+    recall = Recall((16, 16, 16))  # so few contexts share no place in it
+    answers = np.arange(len(contexts))[:, None] + np.arange(BEST)
     recall.learn(contexts, answers, -answers.astype(np.float32))
     for asked in [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]:
         for size, got in zip(ORDERS, said(recall.answers(asked)), strict=True):
             rows = [row for row, context in enumerate(contexts) if context[-size:] == asked[-size:]]
-            assert got == (([rows[-1], rows[-1] + 1], [-rows[-1], -rows[-1] - 1.0]) if rows else None)
+            assert got == ((answers[rows[-1]].tolist(), (-answers[rows[-1]]).tolist()) if rows else None)
 
 
 def test_contexts_that_share_a_place_do_not_answer_for_each_other() -> None:
-    recall = Recall(best=1, bits=0)  # one place for all
-    recall.learn([(1,), (2,)], np.array([[5], [6]]), np.zeros((2, 1), np.float32))
+    recall = Recall((0, 0, 0))  # one place for all
+    recall.learn([(1,), (2,)], ANSWERS, LOGPROBS)
     assert said(recall.answers((1,))) == [None, None, None]
-    assert said(recall.answers((2,))) == [([6], [0.0]), None, None]
+    assert said(recall.answers((2,))) == [(ANSWERS[1].tolist(), LOGPROBS[1].tolist()), None, None]
 
 
 def test_short_texts_have_short_contexts() -> None:
-    recall = Recall(best=1)
-    recall.learn([(7,)], np.array([[5]]), np.zeros((1, 1), np.float32))
-    assert said(recall.answers((7,))) == [([5], [0.0]), None, None]
-    assert said(recall.answers((1, 2, 7))) == [([5], [0.0]), None, None]
+    recall = Recall()
+    recall.learn([(7,)], ANSWERS[:1], LOGPROBS[:1])
+    for asked in (7,), (1, 2, 7):
+        assert said(recall.answers(asked)) == [(ANSWERS[0].tolist(), LOGPROBS[0].tolist()), None, None]
 
 
 @given(texts, st.lists(texts, max_size=3), st.integers(1, 4))
@@ -158,11 +161,11 @@ def test_what_was_passed_over_is_proposed_again() -> None:
 
 
 def test_of_a_run_each_tokens_answer_is_remembered_the_newest_first() -> None:
-    drafter = hybrid(rows=9, known={3: [4], 4: [5], 5: [6], 6: [7]})
+    drafter = hybrid(rows=9, known={3: [4], 4: [5], 5: [6]})
     state = start(drafter, [1, 2], 3)
-    assert draft(drafter, state).tree.tokens == (4, 5, 6, 7)
-    drafter.saw([state], [seen([3, 4, 5, 6, 7], range(5), [[4, 50], [5, 50], [6, 60], [7, 70], [8, 80]])])
-    assert [each.tokens[:2] for each in state.passed] == [[8, 80], [7, 70], [6, 60]]
+    assert draft(drafter, state).tree.tokens == (4, 5, 6)
+    drafter.saw([state], [seen([3, 4, 5, 6], range(4), [[4, 50], [5, 50], [6, 60], [7, 70]])])
+    assert [each.tokens[:2] for each in state.passed] == [[7, 70], [6, 60], [5, 50]]
 
 
 def test_a_step_that_nobody_looked_at_ends_what_was_passed_over() -> None:
