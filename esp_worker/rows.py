@@ -16,21 +16,18 @@ import numpy as np
 from esp_worker.cost import MAX_ROWS, Costs
 from esp_worker.tree import TokenTree
 
-NO_TREE = 2.0  # no P reaches it
-
 
 class Rows(Protocol):
     """Chooses the rows of each step."""
 
-    most: int  # rows of a sequence
-
-    def least(self, batch: int, context: int) -> float:
-        """P of a node below which no row of the next step is worth it; above 1: none is, whatever could be drafted.
-        context: tokens of the longest sequence's."""
+    def floors(self, batch: int, context: int) -> Sequence[float]:
+        """By nodes that a tree has already, the P below which no other is worth a row of the next step: never falling,
+        as many as it may have. Empty: none is worth one, whatever could be drafted. context: tokens of the longest
+        sequence's."""
         ...
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
-        """Rows of each sequence in the step that `least` was asked for. trees: the largest that each could verify."""
+        """Rows of each sequence in the step that `floors` was asked for. trees: all of each that reaches these."""
         ...
 
     def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
@@ -43,13 +40,13 @@ class FixedRows:
     """Always the same."""
 
     def __init__(self, rows: int) -> None:
-        self.most = rows
+        self._rows = rows
 
-    def least(self, batch: int, context: int) -> float:
-        return 1e-4
+    def floors(self, batch: int, context: int) -> Sequence[float]:
+        return [1e-4] * (self._rows - 1)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
-        return [self.most] * len(trees)
+        return [self._rows] * len(trees)
 
     def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
         return None
@@ -127,7 +124,6 @@ class BestRows:
     _FORGET, _FORGIVE = 0.003, 0.001
 
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
-        self.most = most
         self._widths = widths = np.arange(1, most + 1)
         self._table = lru_cache(256)(lambda batch, context: cost.seconds(batch, widths, context))
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
@@ -146,18 +142,19 @@ class BestRows:
         # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
         self._expected = self._accepted = self._PRIOR
 
-    def least(self, batch: int, context: int) -> float:
+    def floors(self, batch: int, context: int) -> Sequence[float]:
         self._steps += 1
         self._batch = batch
         self._seconds = self._table(batch, context - context % self.CONTEXT)
         self._looks = self._looks_of(1 << round(math.log2(batch)))
         self._looked = self._looks.due()
         if not self._looked:
-            return NO_TREE
-        seconds = self._corrected(self._widths)
-        per_row = (seconds[1:] - seconds[0]) / np.arange(1, self.most)
-        least = float(per_row.min() / seconds[0]) * max(0.8 * self._gain, 1.0)
-        return min(max(least, 1e-3), 1.0)
+            return ()
+        # What one row more of each sequence takes; of a tree's nodes B are one, if no other sequence has any.
+        rows = np.diff(self._seconds) * self._pace[True].value + batch * self._drafting_a_row
+        cheapest = np.minimum.accumulate(rows[::-1])[::-1] / self._corrected(self._widths[:1])
+        floors = np.clip(cheapest * max(0.8 * self._gain, 1.0), 1e-3, 1.0)
+        return floors[np.arange(len(floors)) // batch].tolist()
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         unknown = self._pace[True].count >= self.WIDE_FIRST and self._pace[False].count < self.PLAIN_FIRST
@@ -232,8 +229,12 @@ class BestRows:
     def _corrected(self, rows: np.ndarray) -> np.ndarray:
         """Seconds as they really are of so many rows a sequence, where trees are looked at."""
         pace = np.where(rows > 1, self._pace[True].value, self._pace[False].value)
-        per_row = self._per_row.value
-        if self._looking.count:  # or one slow moment of a wide step would rule wide steps out
-            per_row = min(per_row, self._looking.value)
-        drafting = self._batch * (self._looking.value + (rows - 1) * per_row)
+        drafting = self._batch * (self._looking.value + (rows - 1) * self._drafting_a_row)
         return np.interp(rows, self._widths, self._seconds) * pace + drafting
+
+    @property
+    def _drafting_a_row(self) -> float:
+        """Seconds beyond looking."""
+        per_row, looking = self._per_row, self._looking
+        # Or one slow moment of a wide step would rule wide steps out.
+        return min(per_row.value, looking.value) if looking.count else per_row.value

@@ -250,16 +250,17 @@ def best_first_tree(
             return ()
         return levels[len(path)].without(prune.excluded(len(path) + 1, path[-1] if path else root_token))
 
-    return grow_best_first(children, nodes, max_depth)
+    return grow_best_first(children, [0.0] * nodes, max_depth)
 
 
 # What may follow the drafted tokens of a path: (token, probability), best first.
 Children = Callable[[tuple[int, ...]], Iterable[tuple[int, float]]]
 
 
-def grow_best_first(children: Children, nodes: int, max_depth: int, least: float = 0.0) -> TokenTree:
-    """The `nodes` most probable of all paths that `children` can make, at most `max_depth` long; P(child) = P(parent) *
-    its own, none below `least`.
+def grow_best_first(children: Children, floors: Sequence[float], max_depth: int) -> TokenTree:
+    """The most probable of all paths that `children` can make, at most `max_depth` long; P(child) = P(parent) times its
+    own. The tree's n-th node, counted from 0, has P of floors[n] at least, which never fall: the tree ends where none
+    has, or with the last floor.
 
     Ties go to the shallower node, then to the parent that came first, then to the better candidate.
     """
@@ -275,11 +276,10 @@ def grow_best_first(children: Children, nodes: int, max_depth: int, least: float
     def offer(parent: int, rank: int) -> None:
         parent_prob, path, candidates = below[parent + 1]
         for token, prob in islice(candidates, 1):
-            if parent_prob * prob >= least:
-                heapq.heappush(waiting, (-parent_prob * prob, len(path) + 1, parent, rank, token))
+            heapq.heappush(waiting, (-parent_prob * prob, len(path) + 1, parent, rank, token))
 
     open_parent(1.0, ())
-    while waiting and len(grown) < nodes:
+    while waiting and len(grown) < len(floors) and -waiting[0][0] >= floors[len(grown)]:
         negative, _, parent, rank, token = heapq.heappop(waiting)
         offer(parent, rank + 1)
         grown.append(_Grown(token, -negative, parent, rank == 0 and (parent < 0 or grown[parent].principal)))

@@ -137,10 +137,10 @@ class HybridDrafter:
         return expected
 
     def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
-        least = self._rows.least(len(turns), max(turn.length for turn in turns))
-        pays = least <= 1  # where nothing does, neither do looking at the answers and probing behind a prompt
-        self.watch, self.masks = (self._watch, MASKS) if pays else (None, 0)
-        trees = [self._grow(turn.state, turn.room, least) for turn in turns]
+        floors = self._rows.floors(len(turns), max(turn.length for turn in turns))
+        # Where nothing pays, neither do looking at the answers and probing behind a prompt.
+        self.watch, self.masks = (self._watch, MASKS) if floors else (None, 0)
+        trees = [self._grow(turn.state, turn.room, floors) for turn in turns]
         rows = self._rows.choose(trees)
         return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
 
@@ -183,9 +183,9 @@ class HybridDrafter:
 
     # ---- the tree
 
-    def _grow(self, state: HybridState, room: Room, least: float) -> TokenTree:
+    def _grow(self, state: HybridState, room: Room, floors: Sequence[float]) -> TokenTree:
         state.proposed = {}
-        if least > 1:
+        if not floors:
             state.passed = []  # this step's answers will not be seen
             return EMPTY_TREE
         tail = state.tail
@@ -194,7 +194,7 @@ class HybridDrafter:
             place = state.proposed[path] = self._place(state, tail, path)
             return place.candidates
 
-        return grow_best_first(children, self._rows.most - 1, room.max_depth, least)
+        return grow_best_first(children, floors, room.max_depth)
 
     def _draft(self, turn: Turn, tree: TokenTree, rows: int) -> Draft:
         """The best nodes for `rows` rows; those that no node takes own probes."""

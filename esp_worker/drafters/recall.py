@@ -1,8 +1,7 @@
-"""What the model answered behind the last tokens that a row stood at: a table that all sequences of an engine share.
+"""What the model answered behind the last tokens that a row stood at: tables that all sequences of an engine share.
 
 R rows, K tokens of an answer, best first. A context is a row's last 1, 2 or 3 tokens, its own among them. The newest
-answer behind a context replaces the one before, and contexts that meet in one of the table's places replace each other:
-its memory is fixed. What is remembered decides what is drafted, never a token.
+answer behind a context replaces the one before. What is remembered decides what is drafted, never a token.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from esp_worker.odds import Answer, named_codes
 
 BEST = 8  # K
 ORDERS = (1, 2, 3)  # tokens of a context
-# Places for each order's contexts, as a power of two: 144 MiB in all, taken as rows are learned. At 30 rows a step, 52
-# questions of 64 tokens had a mean acceptance length of 2.55 without, 2.61 behind 51 others; with 16 bits each 2.57.
-BITS = (18, 20, 20)
+# A table's places, as a power of two: at first, and at most, which is 64 MiB. At 30 rows a step, 52 questions of 64
+# tokens had a mean acceptance length of 2.55 by themselves, and behind 51 others 2.61; with at most 2^16 places 2.57.
+FIRST_BITS, MOST_BITS = 12, 20
 Context = tuple[int, ...]  # a row's newest tokens, its own last; max(ORDERS) of them, where there are so many
 
-# A place: 64 bytes, a cache line. key 0: nothing was learned there.
+# What a place holds: 64 bytes, a cache line. key 0: nothing yet.
 _PLACE = np.dtype(
     [("key", np.uint64), ("tokens", np.int32, BEST), ("logprobs", np.float16, BEST), ("codes", np.int8, BEST)]
 )
@@ -29,32 +28,63 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 class Recall:
-    """The newest answers. bits: of each order's number of places."""
+    """A table for each order. bits: the most that each one's places may come to."""
 
-    def __init__(self, bits: Sequence[int] = BITS) -> None:
-        self._shifts = [64 - each for each in bits]
-        self._places = [np.zeros(1 << each, _PLACE) for each in bits]
-        self._fields = [[each[name] for name in ("key", "tokens", "logprobs", "codes")] for each in self._places]
+    def __init__(self, bits: int = MOST_BITS) -> None:
+        self._tables = [_Table(bits) for _ in ORDERS]
 
     def learn(self, contexts: Sequence[Context], tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """tokens, logprobs [R, K]: the answers behind `contexts` [R]; of equal contexts the last one's stays."""
         learned = np.empty(len(contexts), _PLACE)
         learned["tokens"], learned["logprobs"], learned["codes"] = tokens, logprobs, named_codes(np.exp(logprobs))
         all_keys = [_keys(context) for context in contexts]
-        for order, (size, shift) in enumerate(zip(ORDERS, self._shifts, strict=True)):
+        for order, (size, table) in enumerate(zip(ORDERS, self._tables, strict=True)):
             known = [row for row, keys in enumerate(all_keys) if len(keys) >= size]
-            keys = np.array([all_keys[row][order] for row in known], np.uint64)
-            learned["key"][known] = keys
-            _words(self._places[order])[keys >> np.uint64(shift)] = _words(learned)[known]
+            learned["key"][known] = [all_keys[row][order] for row in known]
+            table.put(learned[known])
 
     def answers(self, context: Context) -> list[Answer | None]:
         """By ORDERS, the answer behind the end of `context`; None where it is not known."""
-        found: list[Answer | None] = [None] * len(ORDERS)
-        for order, key in enumerate(_keys(context)):
-            place, (keys, tokens, logprobs, codes) = key >> self._shifts[order], self._fields[order]
-            if int(keys[place]) == key:
-                found[order] = Answer(tokens[place].tolist(), codes[place].tolist(), logprobs[place])
-        return found
+        found = [table.get(key) for key, table in zip(_keys(context), self._tables, strict=False)]
+        return found + [None] * (len(ORDERS) - len(found))
+
+
+class _Table:
+    """Answers by key. Those whose keys meet in one place replace each other, so there are twice as many places once an
+    eighth are taken, up to 2^most of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._make(min(FIRST_BITS, most))
+
+    def put(self, answers: np.ndarray) -> None:
+        """Of equal keys, the last one's stays."""
+        places = answers["key"] >> np.uint64(64 - self._bits)
+        self._taken += int(np.count_nonzero(self._keys[places] == 0))  # too many, where two new ones meet
+        _words(self._places)[places] = _words(answers)
+        if 8 * self._taken > len(self._places) and self._bits < self._most:
+            kept = self._places[self._keys != 0]
+            self._make(self._bits + 1)
+            self.put(kept)
+
+    def get(self, key: int) -> Answer | None:
+        place = key >> 64 - self._bits
+        if int(self._keys[place]) != key:
+            return None
+        return Answer(self._tokens[place].tolist(), self._codes[place].tolist(), self._logprobs[place])
+
+    def _make(self, bits: int) -> None:
+        self._bits, self._taken = bits, 0
+        self._places = places = np.zeros(1 << bits, _PLACE)
+        self._keys, self._tokens = places["key"], places["tokens"]
+        self._logprobs, self._codes = places["logprobs"], places["codes"]
+
+
+def _words(places: np.ndarray) -> np.ndarray:
+    """[n, 8] of [n]. As structures, numpy copies them field by field."""
+    return places.view(np.uint64).reshape(-1, _PLACE.itemsize // 8)
+
+
 def _keys(context: Context) -> list[int]:
     """By ORDERS, as many as `context` is long enough for: 64 bits of its end, never 0, an empty place's."""
     state, keys = 1, []
@@ -63,8 +93,3 @@ def _keys(context: Context) -> list[int]:
         state ^= state >> 29
         keys.append(state * _MULTIPLIER & _MASK or 1)
     return keys
-
-
-def _words(places: np.ndarray) -> np.ndarray:
-    """[n, 8] of [n]. As structures, numpy copies them field by field."""
-    return places.view(np.uint64).reshape(-1, _PLACE.itemsize // 8)

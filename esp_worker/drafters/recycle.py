@@ -60,7 +60,7 @@ class TokenRecycling(Unprobed):
         def children(path: tuple[int, ...]) -> Iterator[tuple[int, float]]:
             return self._matrix.of(path[-1] if path else root_token)
 
-        return grow_best_first(children, self._nodes, room.max_depth)
+        return grow_best_first(children, [0.0] * self._nodes, room.max_depth)
 
     def saw(self, states: Sequence[None], seen: Sequence[Seen]) -> None:
         for each in seen:

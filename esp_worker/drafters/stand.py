@@ -101,7 +101,7 @@ class Stand(Unprobed):
         return Text(prompt.sampling, self._ngram)
 
     def tree(self, state: Text, root_token: int, room: Room) -> TokenTree:
-        return grow_best_first(partial(state.children, root_token), self._nodes, room.max_depth)
+        return grow_best_first(partial(state.children, root_token), [0.0] * self._nodes, room.max_depth)
 
     def saw(self, states: Sequence[Text], seen: Sequence[Seen]) -> None:
         for state, each in zip(states, seen, strict=True):

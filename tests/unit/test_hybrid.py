@@ -15,7 +15,7 @@ from esp_worker.drafters.hybrid import EXPECTED, HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import BEST, ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
-from esp_worker.rows import NO_TREE, FixedRows
+from esp_worker.rows import FixedRows
 from esp_worker.sampling import gumbel_noise
 from esp_worker.tree import Draft
 from esp_worker.types import SamplingParams
@@ -45,8 +45,8 @@ class Switched(FixedRows):
         super().__init__(rows)
         self.pays = pays
 
-    def least(self, batch: int, context: int) -> float:
-        return 0.01 if self.pays else NO_TREE
+    def floors(self, batch: int, context: int) -> Sequence[float]:
+        return super().floors(batch, context) if self.pays else ()
 
 
 def start(drafter: HybridDrafter, ids: Sequence[int], first: int, sampling: SamplingParams = GREEDY) -> HybridState:
@@ -75,7 +75,7 @@ LOGPROBS = -np.arange(2.0 * BEST).reshape(2, BEST)
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=30))
 def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int, ...]]) -> None:
-    recall = Recall((16, 16, 16))  # so few contexts share no place in it
+    recall = Recall()  # so few contexts share no place in it
     answers = np.arange(len(contexts))[:, None] + np.arange(BEST)
     recall.learn(contexts, answers, -answers.astype(np.float32))
     for asked in [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]:
@@ -85,10 +85,23 @@ def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int
 
 
 def test_contexts_that_share_a_place_do_not_answer_for_each_other() -> None:
-    recall = Recall((0, 0, 0))  # one place for all
+    recall = Recall(bits=0)  # one place for all
     recall.learn([(1,), (2,)], ANSWERS, LOGPROBS)
     assert said(recall.answers((1,))) == [None, None, None]
     assert said(recall.answers((2,))) == [(ANSWERS[1].tolist(), LOGPROBS[1].tolist()), None, None]
+
+
+def test_a_table_grows_with_what_it_learns_and_keeps_it() -> None:
+    recall = Recall(bits=16)
+    contexts = [(token,) for token in range(4000)]
+    answers = np.arange(len(contexts))[:, None] + np.arange(BEST)
+    for first in range(0, len(contexts), 100):
+        part = slice(first, first + 100)
+        recall.learn(contexts[part], answers[part], np.zeros((100, BEST), np.float32))
+    lost = [token for token in range(4000) if said(recall.answers((token,)))[0] != (answers[token].tolist(), [0.0] * 8)]
+    assert len(lost) < 500, "of two keys that meet in one place one is lost"
+    assert len(recall._tables[0]._places) == 1 << 15
+    assert len(recall._tables[1]._places) == 4096, "nothing was learned of longer contexts"
 
 
 def test_short_texts_have_short_contexts() -> None:
@@ -270,8 +283,10 @@ def test_a_sampled_rows_own_noise_ranks_the_candidates() -> None:
 
 
 def test_learning_needs_no_row_of_the_candidate() -> None:
-    """Width 1 verifies nothing, and the odds still learn who was right."""
-    drafter = hybrid(rows=1)
+    """Steps that look and stay plain verify nothing, and the odds still learn who was right."""
+    rows = FixedRows(9)
+    rows.choose = lambda trees: [1] * len(trees)  # type: ignore[method-assign]
+    drafter = HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), rows)
     state = start(drafter, [4, 5, 4, 5, 4, 5, 4], 5)
     before = dict(drafter._place(state, state.tail, ()).candidates)[4]
     for token in (4, 5) * 20:

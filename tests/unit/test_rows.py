@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from esp_worker.rows import NO_TREE, BestRows, FixedRows, _Looks
+from esp_worker.rows import BestRows, FixedRows, _Looks
 from esp_worker.tree import EMPTY_TREE, TokenTree
 
 
@@ -27,9 +30,15 @@ def chain(*probs: float) -> TokenTree:
     return TokenTree(tuple(range(len(probs))), tuple(range(len(probs))), probs)
 
 
+def reaching(floors: Sequence[float], tree: TokenTree) -> TokenTree:
+    """A chain's nodes as they would have been grown."""
+    kept = itertools.takewhile(lambda node: node[0] >= node[1], zip(tree.probs, floors, strict=False))
+    return chain(*(prob for prob, _ in kept))
+
+
 def after_look(rows: BestRows, trees: list[TokenTree]) -> list[int]:
-    least = rows.least(len(trees), 100)
-    return rows.choose([EMPTY_TREE if least == NO_TREE else tree for tree in trees])
+    floors = rows.floors(len(trees), 100)
+    return rows.choose([EMPTY_TREE if not floors else tree for tree in trees])
 
 
 @pytest.mark.parametrize("row", [0.03, 0.1, 0.2, 0.23])
@@ -94,9 +103,9 @@ def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
     rows = BestRows(Costs(1.0, 0.0), most=8)
     chosen = []
     for _ in range(200):
-        least = rows.least(1, 100)
-        chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.7)])
-        looked = 0.0 if least == NO_TREE else drafting
+        floors = rows.floors(1, 100)
+        chosen += rows.choose([EMPTY_TREE if not floors else chain(0.7)])
+        looked = 0.0 if not floors else drafting
         rows.spent(1.0 + looked, looked, chosen[-1])
     assert chosen[0] == 2
     assert (chosen[-60:].count(2) >= 58) == wide
@@ -151,9 +160,9 @@ def test_one_slow_drafting_is_forgotten() -> None:
     rows = BestRows(Costs(0.03, 0.002), most=8)
     chosen = []
     for step in range(1500):
-        least = rows.least(1, 100)
-        chosen += rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.6)])
-        looked = 0.0 if least == NO_TREE else (0.08 if step in (0, 700) else 0.001)
+        floors = rows.floors(1, 100)
+        chosen += rows.choose([EMPTY_TREE if not floors else chain(0.6)])
+        looked = 0.0 if not floors else (0.08 if step in (0, 700) else 0.001)
         rows.spent(0.03 + 0.002 * (chosen[-1] - 1) + looked, looked, 1 + (chosen[-1] > 1 and step % 5 < 3))
     assert chosen[500:700].count(2) > 150
     assert chosen[-200:].count(2) > 150
@@ -163,10 +172,9 @@ def test_a_text_that_repeats_itself_does_not_hide_the_next_ones_candidates() -> 
     rows = BestRows(Costs(1.0, 0.3), most=8)
     chosen = []
     for step in range(1500):
-        least = rows.least(1, 100)
+        floors = rows.floors(1, 100)
         likely = chain(0.99, 0.98, 0.97, 0.96) if step < 300 else chain(0.5)
-        kept = tuple(prob for prob in likely.probs if prob >= least)
-        chosen += rows.choose([chain(*kept) if kept else EMPTY_TREE])
+        chosen += rows.choose([reaching(floors, likely)])
         comes = chosen[-1] - 1 if step < 300 else (chosen[-1] > 1) * (step % 2)
         rows.spent(1.0 + 0.3 * (chosen[-1] - 1), 0.0, 1 + comes)
     assert chosen[100:300].count(5) > 150
@@ -178,12 +186,12 @@ def test_no_look_is_in_vain() -> None:
     costs = Costs(1.0, 1.0)
     rows = BestRows(costs, most=8)
     for _ in range(300):
-        least = rows.least(1, 100)
-        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
+        floors = rows.floors(1, 100)
+        assert rows.choose([EMPTY_TREE if not floors else chain(0.3)]) == [1]
         rows.spent(1.0, 0.0, 1)
     costs.row = 0.0
     for _ in range(_Looks.LONGEST_WAIT):
-        if rows.least(1, 200) != NO_TREE:
+        if rows.floors(1, 200):
             assert rows.choose([chain(0.9)]) == [2]
             break
         rows.choose([EMPTY_TREE])
@@ -206,10 +214,10 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     rows = BestRows(Costs(1.0, 1.0), most=8)
     looks = []
     for step in range(2000):
-        least = rows.least(1, 100)
-        looks += [step] * (least != NO_TREE)
-        assert rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)]) == [1]
-        looked = 0.0 if least == NO_TREE else 0.1
+        floors = rows.floors(1, 100)
+        looks += [step] * bool(floors)
+        assert rows.choose([EMPTY_TREE if not floors else chain(0.3)]) == [1]
+        looked = 0.0 if not floors else 0.1
         rows.spent(1.0 + looked, looked, 1)
     assert len(looks) < 8 / 0.1 + 8 * 2000 / _Looks.LONGEST_WAIT + 30
     assert max(b - a for a, b in itertools.pairwise(looks)) == _Looks.LONGEST_WAIT + 1
@@ -221,9 +229,9 @@ def test_batches_of_another_size_look_for_themselves() -> None:
     rows = BestRows(costs, most=8)
     looks: dict[int, list[bool]] = {1: [], 16: []}
     for batch in (16, 1) * 200:
-        least = rows.least(batch, 100)
-        (width, *_) = rows.choose([EMPTY_TREE if least == NO_TREE else chain(0.3)] * batch)
-        looked = 0.0 if least == NO_TREE else 0.03 * batch * width
+        floors = rows.floors(batch, 100)
+        (width, *_) = rows.choose([EMPTY_TREE if not floors else chain(0.3)] * batch)
+        looked = 0.0 if not floors else 0.03 * batch * width
         seconds = float(costs.seconds(batch, np.array([width]), 100)[0]) + looked
         rows.spent(seconds, looked, round(batch * (1 + 0.3 * (width > 1)) + 0.2))
         looks[batch].append(looked > 0)
@@ -231,12 +239,22 @@ def test_batches_of_another_size_look_for_themselves() -> None:
     assert sum(looks[1][-100:]) == 100
 
 
-def test_no_node_that_could_pay_lies_below_the_least() -> None:
-    costs = Costs(1.0, 0.05)
-    rows = BestRows(costs, most=8)
-    least = rows.least(1, 100)
-    assert after_look(BestRows(costs, most=8), [chain(least * 0.99)]) == [1]
-    assert 0 < least < 0.1
+@given(
+    row=st.floats(0.001, 0.6),
+    free=st.integers(0, 24),
+    trees=st.lists(st.lists(st.floats(0.4, 1.0), max_size=7), min_size=1, max_size=3),
+)
+def test_what_the_floors_leave_out_no_step_would_take(row: float, free: int, trees: list[list[float]]) -> None:
+    whole = [chain(*itertools.accumulate(probs, operator.mul)) for probs in trees]
+    rows = BestRows(Costs(1.0, row, free), most=8)
+    floors = rows.floors(len(whole), 100)
+    assert rows.choose([reaching(floors, tree) for tree in whole]) == rows.choose(whole)
+
+
+def test_behind_free_rows_the_floor_is_what_others_cost() -> None:
+    floors = BestRows(Costs(1.0, 0.1, free=4), most=8).floors(1, 100)
+    assert floors == pytest.approx([1e-3] * 3 + [0.1] * 4)
+    assert BestRows(Costs(1.0, 0.1, free=8), most=8).floors(2, 100) == pytest.approx([1e-3] * 6 + [0.2])
 
 
 def test_fixed_rows_are_fixed() -> None:

@@ -24,6 +24,7 @@ from esp_worker.tree import (
     block_shape,
     dynamic_tree,
     ending_probs,
+    grow_best_first,
     most_probable,
     row_depths,
     static_tree,
@@ -204,6 +205,17 @@ def test_best_first_ties_and_row_order() -> None:
     trees = [best_first_tree(flat, nodes, 1, KEEP_ALL, max_depth=9) for nodes in range(1, 7)]
     assert [paths_of(tree)[-1] for tree in trees] == [(10,), (11,), (11,), (10, 21), (11, 20), (11, 21)]
     assert paths_of(trees[-1]) == [(10,), (10, 20), (11,), (10, 21), (11, 20), (11, 21)]
+
+
+def test_each_node_reaches_its_floor() -> None:
+    def children(path: tuple[int, ...]) -> list[tuple[int, float]]:
+        return [(1, 0.5), (2, 0.25)]
+
+    whole = grow_best_first(children, [0.0] * 6, 3)
+    assert whole.probs == (0.5, 0.25, 0.125, 0.25, 0.125, 0.125)
+    assert len(grow_best_first(children, [0.0, 0.25, 0.25, 0.25], 3)) == 3
+    assert len(grow_best_first(children, [0.6, 0.6], 3)) == 0
+    assert len(grow_best_first(children, [], 3)) == 0
 
 
 # ------------------------------------------------------------------------------------------------ what probes are worth
