@@ -17,7 +17,7 @@ from esp_worker.drafters.recall import BEST, ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
 from esp_worker.rows import FixedRows
 from esp_worker.sampling import gumbel_noise
-from esp_worker.tree import Draft
+from esp_worker.tree import Draft, TokenTree
 from esp_worker.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=99)
@@ -47,6 +47,13 @@ class Switched(FixedRows):
 
     def floors(self, batch: int, context: int) -> Sequence[float]:
         return super().floors(batch, context) if self.pays else ()
+
+
+class Looking(FixedRows):
+    """Trees are grown, and none is verified."""
+
+    def choose(self, trees: Sequence[TokenTree]) -> list[int]:
+        return [1] * len(trees)
 
 
 def start(drafter: HybridDrafter, ids: Sequence[int], first: int, sampling: SamplingParams = GREEDY) -> HybridState:
@@ -284,9 +291,7 @@ def test_a_sampled_rows_own_noise_ranks_the_candidates() -> None:
 
 def test_learning_needs_no_row_of_the_candidate() -> None:
     """Steps that look and stay plain verify nothing, and the odds still learn who was right."""
-    rows = FixedRows(9)
-    rows.choose = lambda trees: [1] * len(trees)  # type: ignore[method-assign]
-    drafter = HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), rows)
+    drafter = HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), Looking(9))
     state = start(drafter, [4, 5, 4, 5, 4, 5, 4], 5)
     before = dict(drafter._place(state, state.tail, ()).candidates)[4]
     for token in (4, 5) * 20:

@@ -38,7 +38,7 @@ def reaching(floors: Sequence[float], tree: TokenTree) -> TokenTree:
 
 def after_look(rows: BestRows, trees: list[TokenTree]) -> list[int]:
     floors = rows.floors(len(trees), 100)
-    return rows.choose([EMPTY_TREE if not floors else tree for tree in trees])
+    return rows.choose([tree if floors else EMPTY_TREE for tree in trees])
 
 
 @pytest.mark.parametrize("row", [0.03, 0.1, 0.2, 0.23])
@@ -104,8 +104,8 @@ def test_a_wide_step_pays_for_its_drafts(drafting: float, wide: bool) -> None:
     chosen = []
     for _ in range(200):
         floors = rows.floors(1, 100)
-        chosen += rows.choose([EMPTY_TREE if not floors else chain(0.7)])
-        looked = 0.0 if not floors else drafting
+        chosen += rows.choose([chain(0.7) if floors else EMPTY_TREE])
+        looked = drafting if floors else 0.0
         rows.spent(1.0 + looked, looked, chosen[-1])
     assert chosen[0] == 2
     assert (chosen[-60:].count(2) >= 58) == wide
@@ -161,8 +161,8 @@ def test_one_slow_drafting_is_forgotten() -> None:
     chosen = []
     for step in range(1500):
         floors = rows.floors(1, 100)
-        chosen += rows.choose([EMPTY_TREE if not floors else chain(0.6)])
-        looked = 0.0 if not floors else (0.08 if step in (0, 700) else 0.001)
+        chosen += rows.choose([chain(0.6) if floors else EMPTY_TREE])
+        looked = (0.08 if step in (0, 700) else 0.001) if floors else 0.0
         rows.spent(0.03 + 0.002 * (chosen[-1] - 1) + looked, looked, 1 + (chosen[-1] > 1 and step % 5 < 3))
     assert chosen[500:700].count(2) > 150
     assert chosen[-200:].count(2) > 150
@@ -187,7 +187,7 @@ def test_no_look_is_in_vain() -> None:
     rows = BestRows(costs, most=8)
     for _ in range(300):
         floors = rows.floors(1, 100)
-        assert rows.choose([EMPTY_TREE if not floors else chain(0.3)]) == [1]
+        assert rows.choose([chain(0.3) if floors else EMPTY_TREE]) == [1]
         rows.spent(1.0, 0.0, 1)
     costs.row = 0.0
     for _ in range(_Looks.LONGEST_WAIT):
@@ -216,8 +216,8 @@ def test_where_nothing_pays_few_steps_look_for_drafts() -> None:
     for step in range(2000):
         floors = rows.floors(1, 100)
         looks += [step] * bool(floors)
-        assert rows.choose([EMPTY_TREE if not floors else chain(0.3)]) == [1]
-        looked = 0.0 if not floors else 0.1
+        assert rows.choose([chain(0.3) if floors else EMPTY_TREE]) == [1]
+        looked = 0.1 if floors else 0.0
         rows.spent(1.0 + looked, looked, 1)
     assert len(looks) < 8 / 0.1 + 8 * 2000 / _Looks.LONGEST_WAIT + 30
     assert max(b - a for a, b in itertools.pairwise(looks)) == _Looks.LONGEST_WAIT + 1
@@ -230,8 +230,8 @@ def test_batches_of_another_size_look_for_themselves() -> None:
     looks: dict[int, list[bool]] = {1: [], 16: []}
     for batch in (16, 1) * 200:
         floors = rows.floors(batch, 100)
-        (width, *_) = rows.choose([EMPTY_TREE if not floors else chain(0.3)] * batch)
-        looked = 0.0 if not floors else 0.03 * batch * width
+        (width, *_) = rows.choose([chain(0.3) if floors else EMPTY_TREE] * batch)
+        looked = 0.03 * batch * width if floors else 0.0
         seconds = float(costs.seconds(batch, np.array([width]), 100)[0]) + looked
         rows.spent(seconds, looked, round(batch * (1 + 0.3 * (width > 1)) + 0.2))
         looks[batch].append(looked > 0)
