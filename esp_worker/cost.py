@@ -49,7 +49,7 @@ class Costs(Protocol):
 
 
 class CostTableError(ValueError):
-    """A file that holds no step-cost table that can be used here; the message says why and what to do."""
+    """No step-cost table that can be used here; the message says why."""
 
 
 class StepCost:
@@ -120,16 +120,19 @@ class StepCost:
         """Raises CostTableError for a file of another format or with no table in it, OSError when it cannot be read."""
         try:
             return cls.from_content(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CostTableError(f"{file}: no step-cost table ({error}); run python -m jobs.calibrate again") from error
+        except ValueError as error:
+            raise CostTableError(f"{file}: {error}; run python -m jobs.calibrate again") from error
 
     @classmethod
     def from_content(cls, content: Any) -> StepCost:
-        """Raises ValueError, KeyError or TypeError for what is no such content."""
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']}, not {FORMAT}")
-        axes = (content["sequences"], content["rows"], content["contexts"])
-        return cls(*axes, content["seconds"], CostKey(**content["key"]))
+        """Raises CostTableError for what is no such content."""
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+            axes = (content["sequences"], content["rows"], content["contexts"])
+            return cls(*axes, content["seconds"], CostKey(**content["key"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CostTableError(f"no step-cost table of this version ({error})") from error
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:

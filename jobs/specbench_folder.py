@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from esp_worker.cost import StepCost
+from esp_worker.cost import CostTableError, StepCost
 from jobs.sides import Side
 from pipeline.errors import ConfigError
 from pipeline.plan import difference
@@ -81,9 +81,8 @@ class Folder:
         content = self._read(STEPS_FILE)
         try:
             return None if content is None else StepCost.from_content(content)
-        except (ValueError, KeyError, TypeError) as error:
-            uri = self.place.child(STEPS_FILE).uri
-            raise ConfigError(f"--out: {uri} holds no step costs for this version ({error}); move it away") from error
+        except CostTableError as error:
+            raise ConfigError(f"--out: {self.place.child(STEPS_FILE).uri}: {error}; move it away") from error
 
     def write_step_cost(self, cost: StepCost) -> None:
         self._write(STEPS_FILE, cost.content())

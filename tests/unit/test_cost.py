@@ -91,6 +91,9 @@ def test_files(tmp_path: Path) -> None:
         file.write_text(json.dumps(broken))
         with pytest.raises(CostTableError, match=r"a\.json: no step-cost table"):
             StepCost.load(file)
+    file.write_text("{")
+    with pytest.raises(CostTableError, match=r"a\.json: Expecting .* run python -m jobs\.calibrate again"):
+        StepCost.load(file)
 
 
 def test_each_setting_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
