@@ -200,15 +200,20 @@ def test_other_files_and_other_runs_units_are_refused(
     (tmp_path / "notes.txt").write_text("mine")
     assert Bench(command.questions, command.model, tmp_path).run()[0] == 2
     assert "holds files and no specbench.json" in capsys.readouterr().err
-    file = command.folder / "units" / "pld-bc11-0000.json"
-    content = file.read_text()
-    try:
-        for change, words in (({"run": "x"}, "is of another run"), ({"decoder": {}}, "with another setting")):
+    unit, steps = "units/pld-bc11-0000.json", "step_cost.json"
+    for name, change, words in (
+        (unit, {"run": "x"}, "is of another run"),
+        (unit, {"decoder": {}}, "with another setting"),
+        (steps, {"format": 0}, "no step-cost table of this version"),
+    ):
+        file = command.folder / name
+        content = file.read_text()
+        try:
             file.write_text(json.dumps(json.loads(content) | change))
             assert command.run()[0] == 2
             assert words in capsys.readouterr().err
-    finally:
-        file.write_text(content)
+        finally:
+            file.write_text(content)
 
 
 def test_no_unit_is_begun_when_time_is_up() -> None:
