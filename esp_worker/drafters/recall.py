@@ -71,7 +71,8 @@ class _Table:
         place = key >> 64 - self._bits
         if int(self._keys[place]) != key:
             return None
-        return Answer(self._tokens[place].tolist(), self._codes[place].tolist(), self._logprobs[place])
+        logprobs = self._logprobs[place].astype(np.float32)  # half precision would overflow at low temperatures
+        return Answer(self._tokens[place].tolist(), self._codes[place].tolist(), logprobs)
 
     def _make(self, bits: int) -> None:
         self._bits, self._taken = bits, 0

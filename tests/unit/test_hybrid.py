@@ -289,6 +289,15 @@ def test_a_sampled_rows_own_noise_ranks_the_candidates() -> None:
         assert draft(drafter, state).tree.tokens == ((8, 7)[int(noise.argmax())],)
 
 
+@pytest.mark.filterwarnings("error")
+def test_at_a_temperature_near_nothing_recalled_answers_rank_as_greedily() -> None:
+    drafter = hybrid(rows=2)
+    state = start(drafter, [1, 2], 3, SamplingParams(max_new_tokens=9, temperature=1e-4))
+    draft(drafter, state)
+    drafter.saw([state], [seen([3], [0], [[7, 8]], prob=0.5)])
+    assert draft(drafter, state).tree.tokens == (7,)
+
+
 def test_learning_needs_no_row_of_the_candidate() -> None:
     """Steps that look and stay plain verify nothing, and the odds still learn who was right."""
     drafter = HybridDrafter(lambda ids: torch.zeros(*ids.shape, 4), Looking(9))
