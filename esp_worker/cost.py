@@ -120,8 +120,10 @@ class StepCost:
         """Raises CostTableError for a file of another format or with no table in it, OSError when it cannot be read."""
         try:
             return cls.from_content(json.loads(file.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except CostTableError as error:
             raise CostTableError(f"{file}: {error}; run python -m jobs.calibrate again") from error
+        except ValueError as error:
+            raise CostTableError(f"{file}: no JSON ({error}); run python -m jobs.calibrate again") from error
 
     @classmethod
     def from_content(cls, content: Any) -> StepCost:
@@ -132,7 +134,7 @@ class StepCost:
             axes = (content["sequences"], content["rows"], content["contexts"])
             return cls(*axes, content["seconds"], CostKey(**content["key"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise CostTableError(f"no step-cost table of this version ({error})") from error
+            raise CostTableError(f"no step-cost table ({error})") from error
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:

@@ -21,9 +21,9 @@ class Rows(Protocol):
     """Chooses the rows of each step."""
 
     def floors(self, batch: int, context: int) -> Sequence[float]:
-        """By nodes that a tree has already, the P below which no other is worth a row of the next step: never falling,
-        as many as it may have. Empty: none is worth one, whatever could be drafted. context: tokens of the longest
-        sequence's."""
+        """By nodes that a tree has already, the P below which another is hardly worth a row of the next step: never
+        falling, as many as it may have. Empty: none is worth one, whatever could be drafted. context: tokens of the
+        longest sequence's."""
         ...
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
@@ -150,11 +150,14 @@ class BestRows:
         self._looked = self._looks.due()
         if not self._looked:
             return ()
-        # What one row more of each sequence takes; of a tree's nodes B are one, if no other sequence has any.
-        rows = np.diff(self._seconds) * self._pace[True].value + batch * self._drafting_a_row
-        cheapest = np.minimum.accumulate(rows[::-1])[::-1] / self._corrected(self._widths[:1])
-        floors = np.clip(cheapest * max(0.8 * self._gain, 1.0), 1e-3, 1.0)
-        return floors[np.arange(len(floors)) // batch].tolist()
+        seconds = self._corrected(self._widths)
+        # What a row more of each sequence takes at least: on average from the first on, and behind as many as a tree
+        # has, of whose nodes B are one if no other sequence has any.
+        average = (seconds[1:] - seconds[0]) / (self._widths[1:] - 1)
+        behind = np.minimum.accumulate(np.diff(self._seconds)[::-1])[::-1] * self._pace[True].value
+        behind += batch * self._drafting_a_row
+        floors = np.maximum(behind, average.min(initial=np.inf)) / seconds[0] * max(0.8 * self._gain, 1.0)
+        return np.clip(floors, 1e-3, 1.0)[np.arange(len(floors)) // batch].tolist()
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         unknown = self._pace[True].count >= self.WIDE_FIRST and self._pace[False].count < self.PLAIN_FIRST

@@ -1,7 +1,8 @@
 """What the model answered behind the last tokens that a row stood at: tables that all sequences of an engine share.
 
 R rows, K tokens of an answer, best first. A context is a row's last 1, 2 or 3 tokens, its own among them. The newest
-answer behind a context replaces the one before. What is remembered decides what is drafted, never a token.
+answer behind a context replaces the one before, and some others, so that memory is bounded (_Table). What is remembered
+decides what is drafted, never a token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ORDERS = (1, 2, 3)  # tokens of a context
 FIRST_BITS, MOST_BITS = 12, 20
 Context = tuple[int, ...]  # a row's newest tokens, its own last; max(ORDERS) of them, where there are so many
 
-# What a place holds: 64 bytes, a cache line. key 0: nothing yet.
+# What a place holds: 64 bytes. key 0: nothing yet.
 _PLACE = np.dtype(
     [("key", np.uint64), ("tokens", np.int32, BEST), ("logprobs", np.float16, BEST), ("codes", np.int8, BEST)]
 )
@@ -28,7 +29,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 class Recall:
-    """A table for each order. bits: the most that each one's places may come to."""
+    """A table for each order, of 2^bits places at most."""
 
     def __init__(self, bits: int = MOST_BITS) -> None:
         self._tables = [_Table(bits) for _ in ORDERS]
@@ -59,13 +60,22 @@ class _Table:
 
     def put(self, answers: np.ndarray) -> None:
         """Of equal keys, the last one's stays."""
-        places = answers["key"] >> np.uint64(64 - self._bits)
-        self._taken += int(np.count_nonzero(self._keys[places] == 0))  # too many, where two new ones meet
-        _words(self._places)[places] = _words(answers)
-        if 8 * self._taken > len(self._places) and self._bits < self._most:
+        while 8 * self._taken_with(answers) > len(self._places) and self._bits < self._most:
             kept = self._places[self._keys != 0]
             self._make(self._bits + 1)
-            self.put(kept)
+            self._write(kept)
+        self._write(answers)
+
+    def _taken_with(self, answers: np.ndarray) -> int:
+        places = self._places_of(answers)
+        return self._taken + len(np.unique(places[self._keys[places] == 0]))
+
+    def _write(self, answers: np.ndarray) -> None:
+        self._taken = self._taken_with(answers)
+        _words(self._places)[self._places_of(answers)] = _words(answers)
+
+    def _places_of(self, answers: np.ndarray) -> np.ndarray:
+        return answers["key"] >> np.uint64(64 - self._bits)
 
     def get(self, key: int) -> Answer | None:
         place = key >> 64 - self._bits

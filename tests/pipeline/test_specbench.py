@@ -204,7 +204,7 @@ def test_other_files_and_other_runs_units_are_refused(
     for name, change, words in (
         (unit, {"run": "x"}, "is of another run"),
         (unit, {"decoder": {}}, "with another setting"),
-        (steps, {"format": 0}, "no step-cost table of this version"),
+        (steps, {"format": 0}, "no step-cost table"),
     ):
         file = command.folder / name
         content = file.read_text()

@@ -92,7 +92,7 @@ def test_files(tmp_path: Path) -> None:
         with pytest.raises(CostTableError, match=r"a\.json: no step-cost table"):
             StepCost.load(file)
     file.write_text("{")
-    with pytest.raises(CostTableError, match=r"a\.json: Expecting .* run python -m jobs\.calibrate again"):
+    with pytest.raises(CostTableError, match=r"a\.json: no JSON .* run python -m jobs\.calibrate again"):
         StepCost.load(file)
 
 

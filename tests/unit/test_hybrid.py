@@ -109,6 +109,12 @@ def test_a_table_grows_with_what_it_learns_and_keeps_it() -> None:
     assert len(lost) < 500, "of two keys that meet in one place one is lost"
     assert len(recall._tables[0]._places) == 1 << 15
     assert len(recall._tables[1]._places) == 4096, "nothing was learned of longer contexts"
+    once = Recall(bits=16)
+    once.learn(contexts, answers, np.zeros((len(contexts), BEST), np.float32))
+    assert len(once._tables[0]._places) == 1 << 15, "there is room first, and then an answer"
+    again = Recall()
+    again.learn([(1,)] * 2000, np.repeat(answers[:1], 2000, 0), np.zeros((2000, BEST), np.float32))
+    assert len(again._tables[0]._places) == 4096, "one context takes one place"
 
 
 def test_short_texts_have_short_contexts() -> None:

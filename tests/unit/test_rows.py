@@ -257,8 +257,35 @@ def test_behind_free_rows_the_floor_is_what_others_cost() -> None:
     assert BestRows(Costs(1.0, 0.1, free=8), most=8).floors(2, 100) == pytest.approx([1e-3] * 6 + [0.2])
 
 
+class Steep(Costs):
+    """Rows that are dear at first, and free from the fifth on."""
+
+    def seconds(self, sequences: int, rows: np.ndarray, context: float) -> np.ndarray:
+        return super().seconds(sequences, np.minimum(rows, 4), context)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_free_rows_further_on_do_not_make_the_first_ones_free(batch: int) -> None:
+    floors = BestRows(Steep(1.0, 0.1), most=9).floors(batch, 100)
+    seconds = 1.0 + 0.1 * batch
+    assert floors == pytest.approx([0.3 * batch / 8 / seconds] * 8)
+
+
+def test_what_wide_steps_really_take_raises_the_floors() -> None:
+    """Once a plain step has been measured too: else the machine may be slow."""
+    rows = BestRows(Costs(1.0, 0.1), most=8)
+    for draft, seconds in ((EMPTY_TREE, 1.0), (chain(0.9), 1.5 * 1.1)):
+        before = rows.floors(1, 100)
+        (width,) = rows.choose([draft])
+        rows.spent(seconds, 0.0, width)
+    assert width == 2
+    assert all(now > then for now, then in zip(rows.floors(1, 100), before, strict=True))
+
+
 def test_fixed_rows_are_fixed() -> None:
     assert FixedRows(7).choose([EMPTY_TREE, EMPTY_TREE]) == [7, 7]
+    assert len(FixedRows(7).floors(2, 9)) == 6
+    assert not FixedRows(1).floors(2, 9), "there is no row for a draft"
 
 
 def test_what_wide_steps_tell_of_the_machine_holds_for_plain_ones() -> None:
