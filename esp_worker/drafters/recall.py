@@ -16,7 +16,8 @@ from esp_worker.odds import Answer, named_codes
 BEST = 8  # K
 ORDERS = (1, 2, 3)  # tokens of a context
 # A table's places, as a power of two: at first, and at most, which is 64 MiB. At 30 rows a step, 52 questions of 64
-# tokens had a mean acceptance length of 2.55 by themselves, and behind 51 others 2.61; with at most 2^16 places 2.57.
+# tokens had a mean acceptance length of 2.55 by themselves, and behind 51 others 2.61 with tables of 2^18, 2^20 and
+# 2^20 places from the start, 2.57 with 2^16 (one run each; tables that grow were not measured so).
 FIRST_BITS, MOST_BITS = 12, 20
 Context = tuple[int, ...]  # a row's newest tokens, its own last; max(ORDERS) of them, where there are so many
 
