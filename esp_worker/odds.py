@@ -8,7 +8,8 @@ token is known is a lesson, whether or not a row was spent on it, so that learni
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -59,18 +60,24 @@ class Odds:
     code, and the bias."""
 
     def __init__(self, prior: Sequence[Sequence[float]], bias: float) -> None:
-        self.weights = [list(source) for source in prior]
-        self.bias = bias
-        self._squares = [[1.0] * len(source) for source in prior]
-        self._bias_square = 1.0
+        self._starts = np.cumsum([0, *map(len, prior)])  # of each source's codes among all; behind them the bias
+        self._all = np.array([*(weight for source in prior for weight in source), bias])
+        self._squares = np.ones(len(self._all))
+        self._weights: list[list[float]] = []
+        self._bias = bias
+        self._spread()
+
+    def _spread(self) -> None:
+        weights, starts = self._all.tolist(), self._starts.tolist()
+        self._weights, self._bias = [weights[start:end] for start, end in pairwise(starts)], weights[-1]
 
     def place(self, opinions: Sequence[Opinion]) -> Place:
         """All that the sources name; their probabilities sum to 1 at most."""
-        unnamed = self.bias  # the score of a token that nobody names
-        for weights, (others, _) in zip(self.weights, opinions, strict=True):
+        unnamed = self._bias  # the score of a token that nobody names
+        for weights, (others, _) in zip(self._weights, opinions, strict=True):
             unnamed += weights[others]
         scores: dict[int, float] = {}
-        for weights, (others, named) in zip(self.weights, opinions, strict=True):
+        for weights, (others, named) in zip(self._weights, opinions, strict=True):
             for token, code in named.items():
                 scores[token] = scores.get(token, unnamed) + weights[code] - weights[others]
         probs = [1 / (1 + math.exp(-min(max(score, -30.0), 30.0))) for score in scores.values()]
@@ -79,16 +86,22 @@ class Odds:
         candidates.sort(key=itemgetter(1), reverse=True)
         return Place(opinions, candidates)
 
-    def learn(self, place: Place, token: int) -> None:
-        """The model took `token` there."""
-        for candidate, prob in place.candidates:
-            if prob < _FAINT and candidate != token:
-                continue
-            error = (candidate == token) - prob
-            square = error * error
-            self._bias_square += square
-            self.bias += _RATE * error / math.sqrt(self._bias_square)
-            for weights, squares, (others, named) in zip(self.weights, self._squares, place.opinions, strict=True):
-                code = named.get(candidate, others)
-                squares[code] += square
-                weights[code] += _RATE * error / math.sqrt(squares[code])
+    def learn(self, lessons: Iterable[tuple[Place, int]]) -> None:
+        """Of places, each with the token that the model took there: one step of all weights."""
+        codes: list[int] = []
+        errors: list[float] = []
+        for (opinions, candidates), token in lessons:
+            for candidate, prob in candidates:
+                if prob < _FAINT and candidate != token:
+                    continue
+                errors.append((candidate == token) - prob)
+                codes += [named.get(candidate, others) for others, named in opinions]
+        if not errors:
+            return
+        sources, of_bias = len(self._weights), len(self._all) - 1
+        weights = np.full((len(errors), sources + 1), of_bias)
+        weights[:, :sources] = self._starts[:-1] + np.array(codes).reshape(-1, sources)
+        each = np.repeat(errors, sources + 1)
+        self._squares += np.bincount(weights.ravel(), each * each, len(self._all))
+        self._all += _RATE * np.bincount(weights.ravel(), each, len(self._all)) / np.sqrt(self._squares)
+        self._spread()

@@ -146,23 +146,22 @@ class HybridDrafter:
         return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
 
     def saw(self, states: Sequence[HybridState], seen: Sequence[Seen]) -> None:
+        tokens, logprobs = np.concatenate([each.best for each in seen]), _logprobs(seen)
+        codes = named_codes(np.exp(logprobs))
         contexts: list[Context] = []
-        tokens: list[np.ndarray] = []
-        logprobs: list[np.ndarray] = []
         kept: list[int] = []
         for state, each in zip(states, seen, strict=True):
-            assert each.logprobs is not None
-            kept += [len(contexts) + row for row in each.path]
+            path = [len(contexts) + row for row in each.path]
+            kept += path
             tail = state.tail
-            contexts += [(*tail, *path)[-LONGEST:] for path in state.paths]
-            state.passed = [_answer(each, row) for row in reversed(each.path[-PASSED:])] + state.passed
-            del state.passed[PASSED:]
-            tokens.append(each.best)
-            logprobs.append(each.logprobs)
+            contexts += [(*tail, *nodes)[-LONGEST:] for nodes in state.paths]
+            newest = [
+                Answer(tokens[row].tolist(), codes[row].tolist(), logprobs[row]) for row in reversed(path[-PASSED:])
+            ]
+            state.passed = (newest + state.passed)[:PASSED]
         # Of equal contexts, one that a sequence keeps has the last word.
         order = sorted(range(len(contexts)), key=set(kept).__contains__)
-        best = np.concatenate(tokens), np.concatenate(logprobs)
-        self._recall.learn([contexts[row] for row in order], best[0][order], best[1][order])
+        self._recall.learn([contexts[row] for row in order], tokens[order], logprobs[order], codes[order])
 
     def observe(
         self,
@@ -170,13 +169,15 @@ class HybridDrafter:
         committed: Sequence[Sequence[int]],
         probe_logits: Sequence[torch.Tensor],
     ) -> None:
+        lessons: list[tuple[Place, int]] = []
         for state, run in zip(states, committed, strict=True):
             for place, token in enumerate(run if state.proposed else ()):
                 proposed = state.proposed.get(tuple(run[:place]))
                 if proposed is not None:
-                    self._odds.learn(proposed, token)
+                    lessons.append((proposed, token))
             state.text.extend(run)
             state.drawn += len(run)
+        self._odds.learn(lessons)
         self._probe.observe([state.probe for state in states], committed, probe_logits)
 
     def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
@@ -224,9 +225,11 @@ def _opinion(answer: Answer) -> Opinion:
     return Opinion(NOT_NAMED, dict(zip(answer.tokens, answer.codes, strict=True)))
 
 
-def _answer(seen: Seen, row: int) -> Answer:
-    assert seen.logprobs is not None
-    return Answer(seen.best[row].tolist(), named_codes(np.exp(seen.logprobs[row])).tolist(), seen.logprobs[row])
+def _logprobs(seen: Sequence[Seen]) -> np.ndarray:
+    """[R, K] of all sequences' rows."""
+    found = [each.logprobs for each in seen if each.logprobs is not None]
+    assert len(found) == len(seen), "Watch asks for them"
+    return np.concatenate(found)
 
 
 def _merged(answers: Sequence[Answer]) -> Answer | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from esp_worker.odds import Answer, named_codes
+from esp_worker.odds import Answer
 
 BEST = 8  # K
 ORDERS = (1, 2, 3)  # tokens of a context
@@ -35,10 +35,12 @@ class Recall:
     def __init__(self, bits: int = MOST_BITS) -> None:
         self._tables = [_Table(bits) for _ in ORDERS]
 
-    def learn(self, contexts: Sequence[Context], tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """tokens, logprobs [R, K]: the answers behind `contexts` [R]; of equal contexts the last one's stays."""
+    def learn(
+        self, contexts: Sequence[Context], tokens: np.ndarray, logprobs: np.ndarray, codes: np.ndarray
+    ) -> None:
+        """tokens, logprobs, codes [R, K]: the answers behind `contexts` [R]; of equal contexts the last one's stays."""
         learned = np.empty(len(contexts), _PLACE)
-        learned["tokens"], learned["logprobs"], learned["codes"] = tokens, logprobs, named_codes(np.exp(logprobs))
+        learned["tokens"], learned["logprobs"], learned["codes"] = tokens, logprobs, codes
         all_keys = [_keys(context) for context in contexts]
         for order, (size, table) in enumerate(zip(ORDERS, self._tables, strict=True)):
             known = [row for row, keys in enumerate(all_keys) if len(keys) >= size]
@@ -61,22 +63,17 @@ class _Table:
 
     def put(self, answers: np.ndarray) -> None:
         """Of equal keys, the last one's stays."""
-        while 8 * self._taken_with(answers) > len(self._places) and self._bits < self._most:
+        coming = len(np.unique(answers["key"]))
+        while self._bits < self._most and 8 * (self._taken + coming) > len(self._places):
             kept = self._places[self._keys != 0]
             self._make(self._bits + 1)
             self._write(kept)
         self._write(answers)
 
-    def _taken_with(self, answers: np.ndarray) -> int:
-        places = self._places_of(answers)
-        return self._taken + len(np.unique(places[self._keys[places] == 0]))
-
     def _write(self, answers: np.ndarray) -> None:
-        self._taken = self._taken_with(answers)
-        _words(self._places)[self._places_of(answers)] = _words(answers)
-
-    def _places_of(self, answers: np.ndarray) -> np.ndarray:
-        return answers["key"] >> np.uint64(64 - self._bits)
+        places = answers["key"] >> np.uint64(64 - self._bits)
+        self._taken += len(np.unique(places[self._keys[places] == 0]))
+        _words(self._places)[places] = _words(answers)
 
     def get(self, key: int) -> Answer | None:
         place = key >> 64 - self._bits

@@ -76,6 +76,10 @@ def seen(tokens: Sequence[int], path: Sequence[int], best: Sequence[Sequence[int
 
 # --------------------------------------------------------------------------------------------------------- sources
 
+def learn(recall: Recall, contexts: Sequence[tuple[int, ...]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    recall.learn(contexts, tokens, logprobs, named_codes(np.exp(logprobs)))
+
+
 ANSWERS = np.arange(2 * BEST).reshape(2, BEST)
 LOGPROBS = -np.arange(2.0 * BEST).reshape(2, BEST)
 
@@ -84,7 +88,7 @@ LOGPROBS = -np.arange(2.0 * BEST).reshape(2, BEST)
 def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int, ...]]) -> None:
     recall = Recall()  # so few contexts share no place in it
     answers = np.arange(len(contexts))[:, None] + np.arange(BEST)
-    recall.learn(contexts, answers, -answers.astype(np.float32))
+    learn(recall, contexts, answers, -answers.astype(np.float32))
     for asked in [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]:
         for size, got in zip(ORDERS, said(recall.answers(asked)), strict=True):
             rows = [row for row, context in enumerate(contexts) if context[-size:] == asked[-size:]]
@@ -93,7 +97,7 @@ def test_recall_keeps_the_newest_answer_of_each_context(contexts: list[tuple[int
 
 def test_contexts_that_share_a_place_do_not_answer_for_each_other() -> None:
     recall = Recall(bits=0)  # one place for all
-    recall.learn([(1,), (2,)], ANSWERS, LOGPROBS)
+    learn(recall, [(1,), (2,)], ANSWERS, LOGPROBS)
     assert said(recall.answers((1,))) == [None, None, None]
     assert said(recall.answers((2,))) == [(ANSWERS[1].tolist(), LOGPROBS[1].tolist()), None, None]
 
@@ -104,22 +108,22 @@ def test_a_table_grows_with_what_it_learns_and_keeps_it() -> None:
     answers = np.arange(len(contexts))[:, None] + np.arange(BEST)
     for first in range(0, len(contexts), 100):
         part = slice(first, first + 100)
-        recall.learn(contexts[part], answers[part], np.zeros((100, BEST), np.float32))
+        learn(recall, contexts[part], answers[part], np.zeros((100, BEST), np.float32))
     lost = [token for token in range(4000) if said(recall.answers((token,)))[0] != (answers[token].tolist(), [0.0] * 8)]
     assert len(lost) < 500, "of two keys that meet in one place one is lost"
     assert len(recall._tables[0]._places) == 1 << 15
     assert len(recall._tables[1]._places) == 4096, "nothing was learned of longer contexts"
     once = Recall(bits=16)
-    once.learn(contexts, answers, np.zeros((len(contexts), BEST), np.float32))
+    learn(once, contexts, answers, np.zeros((len(contexts), BEST), np.float32))
     assert len(once._tables[0]._places) == 1 << 15, "there is room first, and then an answer"
     again = Recall()
-    again.learn([(1,)] * 2000, np.repeat(answers[:1], 2000, 0), np.zeros((2000, BEST), np.float32))
+    learn(again, [(1,)] * 2000, np.repeat(answers[:1], 2000, 0), np.zeros((2000, BEST), np.float32))
     assert len(again._tables[0]._places) == 4096, "one context takes one place"
 
 
 def test_short_texts_have_short_contexts() -> None:
     recall = Recall()
-    recall.learn([(7,)], ANSWERS[:1], LOGPROBS[:1])
+    learn(recall, [(7,)], ANSWERS[:1], LOGPROBS[:1])
     for asked in (7,), (1, 2, 7):
         assert said(recall.answers(asked)) == [(ANSWERS[0].tolist(), LOGPROBS[0].tolist()), None, None]
 

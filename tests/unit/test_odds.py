@@ -49,7 +49,7 @@ def test_probabilities_come_to_what_happens() -> None:
     for _ in range(6000):
         code = draw.randrange(3)
         right = draw.random() < chance[code]
-        odds.learn(odds.place([Opinion(0, {1: code}), Opinion(0, {1: draw.randrange(3)})]), 1 if right else 0)
+        odds.learn([(odds.place([Opinion(0, {1: code}), Opinion(0, {1: draw.randrange(3)})]), 1 if right else 0)])
     for code, want in chance.items():
         probs = [prob(odds, code, other) for other in range(3)]
         assert sum(probs) / 3 == pytest.approx(want, abs=0.08)
@@ -61,7 +61,7 @@ def test_sources_that_agree_add_up() -> None:
     for _ in range(3000):
         truth = draw.randrange(4)
         first, second = (truth if draw.random() < 0.6 else draw.randrange(4) for _ in range(2))
-        odds.learn(odds.place([Opinion(1, {first: 2}), Opinion(1, {second: 2})]), truth)
+        odds.learn([(odds.place([Opinion(1, {first: 2}), Opinion(1, {second: 2})]), truth)])
     by = {codes: prob(odds, *codes) for codes in ((2, 2), (2, 1), (1, 2))}
     assert by[2, 2] > by[2, 1] + 0.2
     assert by[2, 2] > by[1, 2] + 0.2
