@@ -359,13 +359,13 @@ class Engine:
             seconds = time.perf_counter() - began
             _share(seconds, running, drafts, chunks)
         if drafts and len(drafts) == drafted:  # else it is not the step that the drafter chose
-            tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(drafts)])
+            tokens = [len(verdict.tokens) for verdict in verdicts[: len(drafts)]]
             self._lane.drafter.spent(None if prefills else seconds, drafting, tokens)
         self._release()
 
     def _draft(self) -> list[Draft]:
-        running = self._table.running
-        return self._lane.drafter.draft_all([sequence.turn for sequence in running]) if running else []
+        turns = [sequence.turn for sequence in self._table.running]
+        return self._lane.drafter.draft_all(turns, waiting=bool(self._lane)) if turns else []
 
     def _chunks(self, now: float) -> list[Chunk]:
         """What is prefilled beside the running sequences, at most prefill_tokens; fills free slots."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 _FAINT = 0.004  # what is so improbable teaches nothing by not being taken
-_RATE = 0.2  # of a weight's first steps; they shrink with the squared errors seen (AdaGrad)
+_RATE = 0.1  # of a weight's first steps; they shrink with the squared errors seen (AdaGrad)
 
 # Codes: the source knows nothing here; it does not name the token; from NAMED on, how it names it.
 NOTHING, NOT_NAMED, NAMED = 0, 1, 2

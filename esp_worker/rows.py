@@ -20,19 +20,21 @@ from esp_worker.tree import TokenTree
 class Rows(Protocol):
     """Chooses the rows of each step."""
 
-    def floors(self, batch: int, context: int) -> Sequence[float]:
-        """By nodes that a tree has already, the P below which another is hardly worth a row of the next step: never
-        falling, as many as it may have. Empty: none is worth one, whatever could be drafted. context: tokens of the
-        longest sequence's."""
+    def floors(self, left: Sequence[int], context: int, waiting: bool) -> list[Sequence[float]]:
+        """By sequence, and by nodes that its tree has already, the P below which another is hardly worth a row of the
+        next step: never falling, as many as it may have. Empty: none is worth one, whatever could be drafted.
+
+        left [B]: tokens that each may still commit; context: tokens of the longest sequence's; waiting: whether others
+        wait for their slots."""
         ...
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         """Rows of each sequence in the step that `floors` was asked for. trees: all of each that reaches these."""
         ...
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
-        """What the step that was chosen last took and gave; drafting: of it, seconds of drafting and of learning.
-        seconds: None where its pass did more."""
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
+        """What the step that was chosen last took, and gave each sequence; drafting: of it, seconds of drafting and of
+        learning. seconds: None where its pass did more."""
         ...
 
 
@@ -42,13 +44,13 @@ class FixedRows:
     def __init__(self, rows: int) -> None:
         self._rows = rows
 
-    def floors(self, batch: int, context: int) -> Sequence[float]:
-        return [1e-4] * (self._rows - 1)
+    def floors(self, left: Sequence[int], context: int, waiting: bool) -> list[Sequence[float]]:
+        return [[1e-4] * (self._rows - 1)] * len(left)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         return [self._rows] * len(trees)
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
         return None
 
 
@@ -118,6 +120,7 @@ class BestRows:
     # Over plain decoding, below which a step of one sequence stays plain, in plain steps. Of B sequences cbrt(B) times
     # that: those whose drafts pay end apart from the others, and a prompt alone, or an empty slot, takes their place.
     GAIN = 0.04
+    ALIKE = 0.15  # of what a sequence has left
     _RATE, _SETTLED = 0.1, 10  # of the gain's mean; measurements after which a pace's changes may be the machine's
     _KEEP, _PRIOR = 0.98, 20.0  # of old tokens in a wide step; tokens that the estimates are trusted for at first
     # Of what wide steps took, and gave, with each plain one: else one bad time would rule them out for ever.
@@ -133,7 +136,7 @@ class BestRows:
         self._steps = 0
         self._seconds = self._widths * 1.0  # the table's, of the next step with so many rows a sequence
         self._chosen = 1.0  # rows a sequence
-        self._batch = 1
+        self._worth = np.ones(1)  # of a token of each sequence
         self._looked = False
         self._looks_of = lru_cache(None)(_Looks)  # by size of batch
         self._looks = self._looks_of(1)  # of the next step's size
@@ -142,14 +145,15 @@ class BestRows:
         # Of the last wide steps, what was promised and what came: the best of many estimates are rather too high.
         self._expected = self._accepted = self._PRIOR
 
-    def floors(self, batch: int, context: int) -> Sequence[float]:
+    def floors(self, left: Sequence[int], context: int, waiting: bool) -> list[Sequence[float]]:
         self._steps += 1
-        self._batch = batch
-        self._seconds = self._table(batch, context - context % self.CONTEXT)
+        batch, context = len(left), context - context % self.CONTEXT
+        self._seconds = self._table(batch, context)
+        self._worth = np.ones(batch) if waiting else self._worth_of(np.array(left), context)
         self._looks = self._looks_of(1 << round(math.log2(batch)))
         self._looked = self._looks.due()
         if not self._looked:
-            return ()
+            return [()] * batch
         seconds = self._corrected(self._widths)
         # What a row more of each sequence takes at least: on average from the first on, and behind as many as a tree
         # has, of whose nodes B are one if no other sequence has any.
@@ -157,7 +161,8 @@ class BestRows:
         behind = np.minimum.accumulate(np.diff(self._seconds)[::-1])[::-1] * self._pace[True].value
         behind += batch * self._drafting_a_row
         floors = np.maximum(behind, average.min(initial=np.inf)) / seconds[0] * max(0.8 * self._gain, 1.0)
-        return np.clip(floors, 1e-3, 1.0)[np.arange(len(floors)) // batch].tolist()
+        floors = floors[np.arange(len(floors)) // batch] / np.maximum(self._worth, 1e-3)[:, None]
+        return np.clip(floors, 1e-3, 1.0).tolist()
 
     def choose(self, trees: Sequence[TokenTree]) -> list[int]:
         unknown = self._pace[True].count >= self.WIDE_FIRST and self._pace[False].count < self.PLAIN_FIRST
@@ -168,8 +173,8 @@ class BestRows:
         self._chosen = 1 + sum(nodes) / len(nodes)
         return [1 + count for count in nodes]
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
-        rows = self._chosen
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
+        rows, batch = self._chosen, len(tokens)
         expected = float(np.interp(rows, self._widths, self._seconds))
         wide = rows > 1
         if seconds is None:
@@ -177,16 +182,16 @@ class BestRows:
         else:
             self._took(wide, (seconds - drafting) / expected)
         if self._looked and self._pace[False].count:
-            plain = self._plain_seconds + self._batch * self._not_looking.value
+            plain = self._plain_seconds + batch * self._not_looking.value
             took = min(seconds, 4 * expected * self._pace[wide].value)  # one slow moment must not decide
-            looking = self._batch * (self._looking.value - self._not_looking.value)
-            self._looks.looked(tokens / self._batch - took / plain, looking / plain)
+            looking = batch * (self._looking.value - self._not_looking.value)
+            self._looks.looked(float(self._worth @ tokens) / batch - took / plain, looking / plain)
         if wide:
             self._expected = self._KEEP * self._expected + self._promised
-            self._accepted = self._KEEP * self._accepted + tokens - self._batch
+            self._accepted = self._KEEP * self._accepted + sum(tokens) - batch
         else:
             self._accepted += self._FORGIVE * (self._expected - self._accepted)
-        drafting /= self._batch
+        drafting /= batch
         usual = self._per_row if wide else self._looking if self._looked else self._not_looking
         if wide:
             drafting = max(drafting - self._looking.value, 0.0) / (rows - 1)
@@ -206,15 +211,16 @@ class BestRows:
             other.value += self._FORGET * (own.value - other.value)
 
     def _best(self, trees: Sequence[TokenTree]) -> list[int]:
-        """Nodes of each sequence, with which the step makes most tokens a second: of all trees the best nodes, whose
-        ancestors are no worse and so among them.
+        """Nodes of each sequence, with which the step makes most a second of what tokens are worth: of all trees the
+        best nodes, whose ancestors are no worse and so among them.
         """
         count = len(trees)
         owner = np.repeat(np.arange(count), [len(tree) for tree in trees])
         probs = np.concatenate([np.asarray(tree.probs, np.float64) for tree in trees])
-        order = np.argsort(-probs, kind="stable")
-        owner, probs = owner[order], probs[order]
-        drafted = self._accepted / self._expected * np.append(0.0, probs.cumsum())
+        worth = self._worth[owner] * probs
+        order = np.argsort(-worth, kind="stable")
+        owner, probs, worth = owner[order], probs[order], worth[order]
+        drafted = self._accepted / self._expected * np.append(0.0, worth.cumsum())
         rates = (count + drafted) / self._corrected(1 + np.arange(len(drafted)) / count)
         nodes = int(rates.argmax())
         gain = float(rates[nodes] / rates[0])
@@ -224,6 +230,19 @@ class BestRows:
         self._promised = float(probs[:nodes].sum())
         return np.bincount(owner[:nodes], minlength=count).tolist()
 
+    def _worth_of(self, left: np.ndarray, context: int) -> np.ndarray:
+        """[B] what a token of each sequence is worth where nobody waits for a slot, 1 on average: what it takes off the
+        time until all have ended.
+
+        Of plain steps the one with the j-th most left has a part in, each costs what j sequences' takes beyond that of
+        j - 1. Who has about as much left as others may end in any place of theirs.
+        """
+        plain = [float(self._table(sequences, context)[0]) for sequences in range(1, len(left) + 1)]
+        parts = np.diff(plain, prepend=0.0)
+        near = np.abs(left[:, None] - np.sort(left)[::-1]) <= np.maximum(self.ALIKE * left, 2)[:, None]
+        worth = near @ parts / near.sum(1)
+        return worth * len(left) / worth.sum()
+
     @property
     def _plain_seconds(self) -> float:
         """Of a plain step as it really is, without drafting."""
@@ -232,7 +251,7 @@ class BestRows:
     def _corrected(self, rows: np.ndarray) -> np.ndarray:
         """Seconds as they really are of so many rows a sequence, where trees are looked at."""
         pace = np.where(rows > 1, self._pace[True].value, self._pace[False].value)
-        drafting = self._batch * (self._looking.value + (rows - 1) * self._drafting_a_row)
+        drafting = len(self._worth) * (self._looking.value + (rows - 1) * self._drafting_a_row)
         return np.interp(rows, self._widths, self._seconds) * pace + drafting
 
     @property

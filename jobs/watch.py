@@ -73,11 +73,11 @@ class Watch:
 
         return run
 
-    def drafting(self, draft_all: Callable[[Sequence[Turn]], list[Draft]]) -> Callable[..., list[Draft]]:
-        def run(turns: Sequence[Turn]) -> list[Draft]:
+    def drafting(self, draft_all: Callable[..., list[Draft]]) -> Callable[..., list[Draft]]:
+        def run(turns: Sequence[Turn], waiting: bool) -> list[Draft]:
             self._seconds.clear()
             self._began = time.perf_counter()
-            drafts = draft_all(turns)
+            drafts = draft_all(turns, waiting)
             self._drafted = sum(draft.shape.rows for draft in drafts)
             return drafts
 

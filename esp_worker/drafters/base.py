@@ -103,8 +103,9 @@ class Drafter(Protocol):
         """[owners * masks, H] those of the draft's probe rows, by owner."""
         ...
 
-    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
-        """The trees and probes of the next step: one block for each of its sequences, at least one."""
+    def draft_all(self, turns: Sequence[Turn], waiting: bool) -> list[Draft]:
+        """The trees and probes of the next step: one block for each of its sequences, at least one. waiting: whether
+        another sequence takes the slot of one that ends."""
         ...
 
     def observe(
@@ -121,10 +122,10 @@ class Drafter(Protocol):
         """Learn from what `watch` asks for, of a chunk of a prompt or of a step; in front of that step's observe."""
         ...
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
         """The step of the last draft_all is over: how long it took (None where its pass prefilled too), how long of
-        that this method worked (draft_all, saw, observe), and how many tokens all its sequences committed. A step that
-        some of these sequences had to leave has no end."""
+        that this method worked (draft_all, saw, observe), and how many tokens each of its sequences committed. A step
+        that some of these sequences had to leave has no end."""
         ...
 
 
@@ -138,13 +139,13 @@ class EachByItself(ABC):
     def draft(self, state: Any, root_token: int, room: Room) -> Draft:
         """The tree and probes of one sequence's next block."""
 
-    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
+    def draft_all(self, turns: Sequence[Turn], waiting: bool) -> list[Draft]:
         return [self.draft(turn.state, turn.root_token, turn.room) for turn in turns]
 
     def saw(self, states: Sequence[Any], seen: Sequence[Seen]) -> None:
         raise AssertionError("without `watch` there is nothing to see")
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
         return None
 
 

@@ -31,7 +31,7 @@ class BudgetedDrafter:
     def probe_embeds(self, state: ProbeState, draft: Draft) -> torch.Tensor:
         return self._probe.probe_embeds(state, draft)
 
-    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
+    def draft_all(self, turns: Sequence[Turn], waiting: bool) -> list[Draft]:
         trees = [self._largest(turn) for turn in turns]
         shares = self._budget.choose(trees, max(turn.length for turn in turns))
         return [
@@ -57,5 +57,5 @@ class BudgetedDrafter:
     def saw(self, states: Sequence[ProbeState], seen: Sequence[Seen]) -> None:
         raise AssertionError("without `watch` there is nothing to see")
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
-        self._budget.spent(seconds, tokens)
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
+        self._budget.spent(seconds, sum(tokens))

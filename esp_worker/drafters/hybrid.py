@@ -43,6 +43,7 @@ PROBED = 16  # of a probe's candidates
 EXPECTED = 16  # candidates of a place that a probe's embedding is the mean of
 PASSED = 3  # of the text's last tokens
 ROWS_PER_PROBE = 15
+LESSONS = 4  # places of a step that are learned from: more teach no better, and each takes 50 us
 
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
@@ -108,6 +109,7 @@ class HybridDrafter:
         self._recall = Recall()
         sources = (*_PRIOR_RECALL, _PRIOR_MODEL, _PRIOR_PROBE, _PRIOR_PASSED, _PRIOR_TEXT, _PRIOR_AGE)
         self._odds = Odds(sources, _PRIOR_BIAS)
+        self._steps = 0
         self._watch = Watch(best=BEST, probs="best")
         self.watch: Watch | None = self._watch
         self.masks = MASKS
@@ -137,11 +139,12 @@ class HybridDrafter:
             expected[unknown] = self._probe.mask_embeds(state.probe)
         return expected
 
-    def draft_all(self, turns: Sequence[Turn]) -> list[Draft]:
-        floors = self._rows.floors(len(turns), max(turn.length for turn in turns))
+    def draft_all(self, turns: Sequence[Turn], waiting: bool) -> list[Draft]:
+        left, context = [turn.room.tokens for turn in turns], max(turn.length for turn in turns)
+        floors = self._rows.floors(left, context, waiting)
         # Where nothing pays, neither do looking at the answers and probing behind a prompt.
-        self.watch, self.masks = (self._watch, MASKS) if floors else (None, 0)
-        trees = [self._grow(turn.state, turn.room, floors) for turn in turns]
+        self.watch, self.masks = (self._watch, MASKS) if any(floors) else (None, 0)
+        trees = [self._grow(turn.state, turn.room, own) for turn, own in zip(turns, floors, strict=True)]
         rows = self._rows.choose(trees)
         return [self._draft(*each) for each in zip(turns, trees, rows, strict=True)]
 
@@ -177,10 +180,12 @@ class HybridDrafter:
                     lessons.append((proposed, token))
             state.text.extend(run)
             state.drawn += len(run)
-        self._odds.learn(lessons)
+        self._steps += 1
+        apart = -(-len(lessons) // LESSONS) or 1
+        self._odds.learn(lessons[self._steps % apart :: apart])
         self._probe.observe([state.probe for state in states], committed, probe_logits)
 
-    def spent(self, seconds: float | None, drafting: float, tokens: int) -> None:
+    def spent(self, seconds: float | None, drafting: float, tokens: Sequence[int]) -> None:
         self._rows.spent(seconds, drafting, tokens)
 
     # ---- the tree

@@ -148,7 +148,7 @@ def test_a_draft_is_cut_to_its_share_and_calibrated_first() -> None:
     states = [drafter.start(Prompt((1, 2, 3), SamplingParams(20), model.embed, model.device)) for _ in range(2)]
     states[0].levels = [Candidates([3, 4, 5], [0.5, 0.3, 0.1])]
     turns = [Turn(state, 9, Room(20), length) for state, length in zip(states, (4, 9), strict=True)]
-    first, second = drafter.draft_all(turns)
+    first, second = drafter.draft_all(turns, waiting=False)
     assert (first.tree.tokens, first.owners, first.shape.rows) == ((5, 4), (1, 2), 5), (
         "P 0.5 and 0.3; the root's is 0.2"
     )

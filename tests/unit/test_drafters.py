@@ -32,7 +32,7 @@ def prompt(ids: Sequence[int], sampling: SamplingParams = GREEDY) -> Prompt:
 
 
 def tree_of(drafter: Drafter, state: object, root: int, tokens: int = 99) -> TokenTree:
-    (draft,) = drafter.draft_all([Turn(state, root, Room(tokens), 9)])
+    (draft,) = drafter.draft_all([Turn(state, root, Room(tokens), 9)], waiting=False)
     assert draft.masks == 0
     return draft.tree
 

@@ -45,8 +45,8 @@ class Switched(FixedRows):
         super().__init__(rows)
         self.pays = pays
 
-    def floors(self, batch: int, context: int) -> Sequence[float]:
-        return super().floors(batch, context) if self.pays else ()
+    def floors(self, left: Sequence[int], context: int, waiting: bool) -> list[Sequence[float]]:
+        return super().floors(left, context, waiting) if self.pays else [()] * len(left)
 
 
 class Looking(FixedRows):
@@ -63,7 +63,8 @@ def start(drafter: HybridDrafter, ids: Sequence[int], first: int, sampling: Samp
 
 
 def draft(drafter: HybridDrafter, state: HybridState, tokens: int = 99) -> Draft:
-    (made,) = drafter.draft_all([Turn(state, state.text.tokens[-1], Room(tokens), len(state.text.tokens))])
+    turn = Turn(state, state.text.tokens[-1], Room(tokens), len(state.text.tokens))
+    (made,) = drafter.draft_all([turn], waiting=False)
     return made
 
 
