@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esp_worker import attention as attention_module
 from esp_worker import block as block_module
 from esp_worker.attention import tree_attention
 from esp_worker.block import PART_START, READING, Block, firsts_of_parts
@@ -171,6 +172,29 @@ def test_scores_are_capped_before_the_mask(
     torch.testing.assert_close(got, plain_attention(states, counts, lambda scores: cap * torch.tanh(scores / cap)))
     uncapped, _ = tree_attention(MODULE, query, key, value, None, block=block, scaling=scaling)
     assert not torch.allclose(got, uncapped, atol=1e-2)
+
+
+@pytest.mark.parametrize("cap", [None, 0.3])
+@pytest.mark.parametrize(("filled_from", "queries"), [(0, 4), (2 * GROUPS * SIZE * 6 + 1, 3)])
+def test_few_queries_of_many_keys_are_filled_up(
+    cap: float | None, filled_from: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied: list[int] = []
+    bmm = torch.bmm
+
+    def recorded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        multiplied.append(left.shape[1])
+        return bmm(left, right)
+
+    monkeypatch.setattr(attention_module, "FILLED_FROM", filled_from)
+    monkeypatch.setattr(torch, "bmm", recorded)
+    states, counts = draw_states(), [1, 1]
+    block = chains(LENGTHS, counts)
+    key, value = (x[:, :, : block.columns] for x in states[1:])
+    got, _ = tree_attention(MODULE, packed(states[0], counts), key, value, None, block=block, softcap=cap)
+    want = plain_attention(states, counts, lambda scores: scores if cap is None else cap * torch.tanh(scores / cap))
+    torch.testing.assert_close(got, want)
+    assert multiplied == [queries, queries]
 
 
 def test_a_cap_without_a_mask() -> None:
