@@ -16,7 +16,8 @@ from esp_worker.block import Block
 ATTENTION_NAME = "esp_tree"
 
 # A CPU's products of 1 to 3 queries with many keys take longer than those of 4 (AMD EPYC with AVX-512, 16 sequences of
-# SmolLM2 with 160 keys: 305, 352, 395 us a layer, filled up 280 to 295); with few keys, filling up takes more than that.
+# SmolLM2 with 160 keys: 305, 352, 395 us a layer, filled up 280 to 295); with few keys, filling up takes more time than
+# that saves.
 FEWEST_QUERIES, FILLED_FROM = 4, 200_000  # numbers in the keys
 
 # Per-layer arguments that change the result and that this function does not implement: attention sinks under their two

@@ -35,9 +35,7 @@ class Recall:
     def __init__(self, bits: int = MOST_BITS) -> None:
         self._tables = [_Table(bits) for _ in ORDERS]
 
-    def learn(
-        self, contexts: Sequence[Context], tokens: np.ndarray, logprobs: np.ndarray, codes: np.ndarray
-    ) -> None:
+    def learn(self, contexts: Sequence[Context], tokens: np.ndarray, logprobs: np.ndarray, codes: np.ndarray) -> None:
         """tokens, logprobs, codes [R, K]: the answers behind `contexts` [R]; of equal contexts the last one's stays."""
         learned = np.empty(len(contexts), _PLACE)
         learned["tokens"], learned["logprobs"], learned["codes"] = tokens, logprobs, codes

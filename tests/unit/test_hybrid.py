@@ -77,6 +77,7 @@ def seen(tokens: Sequence[int], path: Sequence[int], best: Sequence[Sequence[int
 
 # --------------------------------------------------------------------------------------------------------- sources
 
+
 def learn(recall: Recall, contexts: Sequence[tuple[int, ...]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
     recall.learn(contexts, tokens, logprobs, named_codes(np.exp(logprobs)))
 

@@ -112,8 +112,6 @@ def test_rows_go_where_they_end_the_run_sooner() -> None:
     trees = [chain(0.8), chain(0.4)]
     floors = rows.floors([10, 90], 100, waiting=False)
     assert rows.choose([reaching(own, tree) for own, tree in zip(floors, trees, strict=True)]) == [1, 2]
-    rows.spent(1.3, 0.0, [1, 2])
-    assert rows.choose(trees) == [1, 2]
     assert after_look(BestRows(Costs(1.0, 0.3, free=2), most=8), trees) == [2, 1]
 
 
