@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
 import torch
-from tiny import VOCAB, mixed_requests, prompt, request
+from tiny import VOCAB, mixed_requests, prompt, request, tiny_model
 
 from equivalence.test_tokens import assert_equal, esp, expected
 from esp_worker.block import Block
 from esp_worker.cache import SlotCache
-from esp_worker.engine import RequestError
+from esp_worker.drafters.base import Turn
+from esp_worker.drafters.none import NoDrafter
+from esp_worker.engine import Engine, RequestError
 from esp_worker.model import CausalModel
 from esp_worker.service import EngineService, ServiceClosedError
+from esp_worker.tree import Draft
 from esp_worker.types import Completion, Request, SamplingParams
 
 
@@ -44,6 +47,18 @@ def test_lanes_never_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.request_id: c.token_ids for c in done if c.request_id.endswith("-ar")} == {
         f"{item.request_id}-ar": expected("llama", item).token_ids for item in requests
     }
+
+
+def test_drafters_hear_whether_others_wait_for_a_slot() -> None:
+    class Listening(NoDrafter):
+        def draft_all(self, turns: Sequence[Turn], waiting: bool) -> list[Draft]:
+            heard.append((len(turns), waiting))
+            return super().draft_all(turns, waiting)
+
+    heard: list[tuple[int, bool]] = []
+    engine = Engine(tiny_model("llama"), [Listening()], slots=2)
+    list(engine.generate(request(name, 5, max_new_tokens=4) for name in "abc"))
+    assert heard == [(2, True)] * 3 + [(1, False)] * 3
 
 
 def test_engine_time_is_shared_out_over_rows() -> None:

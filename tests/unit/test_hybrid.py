@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esp_worker.drafters.base import Prompt, Room, Seen, Turn
-from esp_worker.drafters.hybrid import EXPECTED, HybridDrafter, HybridState
+from esp_worker.drafters.hybrid import EXPECTED, LESSONS, HybridDrafter, HybridState
 from esp_worker.drafters.ngrams import History
 from esp_worker.drafters.recall import BEST, ORDERS, Recall
 from esp_worker.odds import Answer, named_codes
@@ -210,6 +211,21 @@ def test_a_step_that_nobody_looked_at_ends_what_was_passed_over() -> None:
     rows.pays = False
     draft(drafter, state)
     assert not state.passed
+
+
+def test_of_many_sequences_all_teach_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = hybrid(rows=2, known={3: [8, 7]})
+    taught: list[list[int]] = []
+    monkeypatch.setattr(drafter._odds, "learn", lambda lessons: taught.append([token for _, token in lessons]))
+    states = [start(drafter, [1, 2], 3) for _ in range(10)]
+    taught.clear()
+    for _ in range(3):
+        for state in states:
+            state.text.tokens[-1] = 3
+        drafter.draft_all([Turn(state, 3, Room(99), 3) for state in states], waiting=False)
+        drafter.observe(states, [[number] for number in range(10)], [torch.zeros(0, 9)] * 10)
+    assert max(map(len, taught)) == LESSONS
+    assert sorted(itertools.chain(*taught)) == list(range(10))
 
 
 def test_of_two_candidates_alike_the_one_that_stood_in_the_text_comes_first() -> None:
