@@ -6,8 +6,8 @@
 
 A side is one setting of the decoder and a number of slots; plain decoding is one for each number of slots. The sides
 alternate within each repeat, figures are medians, the hardware's ceiling stands beside them, and the last
-line of stdout is one JSON document. `decode` gives the time while all slots are taken and the tail apart, and the
-shares of a decode step's parts (jobs.watch) from a run that is not timed.
+line of stdout is one JSON document. `decode` gives the time while all slots are taken and the tail apart, and where a
+decode step's time goes (jobs.watch) beside what it takes at least, from a run that is not timed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from esp_worker.prime import successors
 from esp_worker.types import Request, SamplingParams
 from jobs import bench_ablation, bench_alignment, bench_step, specbench
 from jobs.ablation_tables import TABLES
-from jobs.ceiling import ceiling_line, machine_line, measure_ceiling, workload_line
+from jobs.ceiling import ceiling_line, floor_ms, machine_line, measure_ceiling, workload_line
 from jobs.runtime import machine, versions
-from jobs.side_runs import SideRuns, Timing
+from jobs.side_runs import Profile, SideRuns, Timing
 from jobs.sides import Side, add_decoder_arguments, make_sides, numbers, positive
+from jobs.watch import PARTS, shares
 from pipeline.config import parse_decoder
 from pipeline.errors import ConfigError
 from pipeline.prepare import load_tokenizer
@@ -61,7 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _decode(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     sides = make_sides(options)
     runs, about, results = _measure(options, sides)
-    return about, [result | {"profile": runs.profile(side)} for side, result in zip(sides, results, strict=True)]
+    profiles = [_profile(runs.profile(side), about["ceiling"]) for side in sides]
+    return about, [result | profile for result, profile in zip(results, profiles, strict=True)]
+
+
+def _profile(found: Profile | None, ceiling: Mapping[str, float]) -> dict[str, Any]:
+    """profile: the parts' shares of a decode step; step: how long it took while it was watched, and what it takes at
+    least."""
+    if found is None:
+        return {"profile": None, "step": None}
+    ms, floor = sum(found.parts.values()) * 1e3, floor_ms(ceiling, found.rows)
+    step = {"rows": found.rows, "ms": ms, "floor_ms": floor, "ratio": ms / floor}
+    return {"profile": shares(found.parts), "step": {name: round(figure, 4) for name, figure in step.items()}}
 
 
 def _ablation(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -225,11 +237,25 @@ def _rows(path: Path) -> Iterable[tuple[str, str | None]]:
         yield text, row.get("category")
 
 
+def _print_decode(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
+    _print_table(about, results)
+    varied = _varied(results)
+    table = Table("method", "bc", *varied, "slots", "rows a step", "ms", "floor", "ratio", *PARTS)
+    for result in results:
+        if (step := result["step"]) is not None:
+            figures = (f"{step[name]:.2f}" for name in ("rows", "ms", "floor_ms", "ratio"))
+            parts = (f"{step['ms'] * share:.2f}" for share in result["profile"].values())
+            table.add_row(*_side_cells(result, varied), *figures, *parts)
+    console = Console(width=160)
+    console.print("a decode step, in ms (the mean of a run apart, which is watched), and its parts:", highlight=False)
+    console.print(table)
+
+
 def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     console = Console(width=160)
     console.print(f"{machine_line(about)}; {workload_line(about)}", highlight=False)
     console.print(ceiling_line(about["ceiling"]), highlight=False)
-    varied = list(dict.fromkeys(key for result in results for key in result["varied"]))
+    varied = _varied(results)
     figures = {
         "tokens/s": "tokens_per_s",
         "steady": "steady_tokens_per_s",
@@ -244,12 +270,24 @@ def _print_table(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> No
     }
     table = Table("method", "bc", *varied, "slots", *figures, "exact match")
     for result in results:
-        cells = [result["method"], result["bc"], *(result["varied"].get(key) for key in varied), result["slots"]]
-        cells += [result[key] for key in figures.values()]
         rate = result["exact_match_rate"]
-        cells.append(None if rate is None else f"{rate:.1%}")
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+        cells = [_cell(result[key]) for key in figures.values()]
+        table.add_row(*_side_cells(result, varied), *cells, _cell(None if rate is None else f"{rate:.1%}"))
     console.print(table)
+
+
+def _varied(results: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for result in results for key in result["varied"]))
+
+
+def _side_cells(result: dict[str, Any], varied: Sequence[str]) -> list[str]:
+    """What tells a side from the others."""
+    settings = [result["varied"].get(key) for key in varied]
+    return [_cell(each) for each in (result["method"], result["bc"], *settings, result["slots"])]
+
+
+def _cell(figure: Any) -> str:
+    return "-" if figure is None else str(figure)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -273,7 +311,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode = commands.add_parser(
         "decode", parents=[common, prompted, timed], help="methods on the same prompts and engine"
     )
-    decode.set_defaults(run=_decode, print=_print_table)
+    decode.set_defaults(run=_decode, print=_print_decode)
     add_decoder_arguments(decode, ["ar", "hybrid"])
     decode.add_argument(
         "--prefix-reuse",

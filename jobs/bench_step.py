@@ -23,7 +23,7 @@ from esp_worker.drafters.probe import ProbeDrafter
 from esp_worker.engine import Engine
 from esp_worker.model import CausalModel
 from esp_worker.types import Request, SamplingParams
-from jobs.ceiling import machine_line
+from jobs.ceiling import floor_ms, machine_line
 from jobs.watch import PARTS, Watch, shares, watched
 
 WARM_UP = 3
@@ -112,7 +112,7 @@ def step_results(
     one = median(timings[1].seconds) if 1 in timings else None
     for timing in timings.values():
         seconds, rows = median(timing.seconds), timing.rows * slots
-        floor_s = ceiling["one_row_floor_ms"] / 1e3 * max(1, rows / ceiling["rows_at_ridge"])
+        floor_s = floor_ms(ceiling, rows) / 1e3
         results.append(
             {
                 "rows": timing.rows,

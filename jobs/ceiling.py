@@ -62,6 +62,11 @@ def measure_ceiling(model: CausalModel) -> dict[str, float]:
     }
 
 
+def floor_ms(ceiling: Mapping[str, float], rows: float) -> float:
+    """What a step of so many rows takes at least: to read the weights once, or its arithmetic."""
+    return ceiling["one_row_floor_ms"] * max(1.0, rows / ceiling["rows_at_ridge"])
+
+
 def _best(work: Callable[[], torch.Tensor], times: int = 7) -> float:
     """Seconds of the fastest of several runs: a ceiling is what the machine can do, not what it did on average."""
     seconds = []

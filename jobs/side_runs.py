@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
 from esp_worker.cost import StepCost
 from esp_worker.drafters.base import Drafter
@@ -19,7 +19,7 @@ from esp_worker.model import CausalModel
 from esp_worker.prime import Successors
 from esp_worker.types import Completion, Request
 from jobs.sides import Side
-from jobs.watch import PARTS, shares, watched
+from jobs.watch import PARTS, watched
 from pipeline.methods import make_drafters
 
 
@@ -90,6 +90,14 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """A decode step: rows of all its sequences, and seconds of each of watch.PARTS."""
+
+    rows: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class SideRuns:
     """Runs of any sides on the same requests. cost, known: as make_drafters takes them.
 
@@ -112,20 +120,24 @@ class SideRuns:
                 print(f"repeat {number + 1}: {side.label}", file=sys.stderr)
         return timings
 
-    def profile(self, side: Side) -> dict[str, float] | None:
-        """Share of each part (watch.PARTS) in the decoding of the first prompts, one for each slot, steps that prefill
-        too apart; None where there are no others."""
+    def profile(self, side: Side) -> Profile | None:
+        """The mean decode step of the first prompts, one for each slot, steps that prefill too apart; None where there
+        are no others."""
         drafters = self._drafters(side)
         engine = self._engine(side, drafters)
-        seconds = dict.fromkeys(PARTS, 0.0)
+        steps: list[dict[str, float]] = []
+        rows = 0
         for request in self.requests[: side.slots]:
             engine.submit(request)
         with watched(self.model, drafters) as watch:
             while engine.busy:
                 _, parts = watch.step(engine)
-                for name, each in (parts or {}).items():
-                    seconds[name] += each
-        return shares(seconds) if any(seconds.values()) else None
+                if parts is not None:
+                    steps.append(parts)
+                    rows += watch.rows
+        if not steps:
+            return None
+        return Profile(rows / len(steps), {name: mean(step[name] for step in steps) for name in PARTS})
 
     def _drafters(self, side: Side) -> list[Drafter]:
         return make_drafters(side.config, self.model, self.cost, self.known)

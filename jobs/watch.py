@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -108,6 +108,6 @@ def watched(model: CausalModel, drafters: Sequence[Drafter]) -> Iterator[Watch]:
         yield watch
 
 
-def shares(parts: dict[str, float]) -> dict[str, float]:
+def shares(parts: Mapping[str, float]) -> dict[str, float]:
     """Of the parts' sum."""
     return {name: round(seconds / sum(parts.values()), 4) for name, seconds in parts.items()}

@@ -31,7 +31,8 @@ def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.Captur
         [*arguments, *ESP, "--bc", "4,12", "--slots", "1,3", "--new", "12", "--repeat", "2", "--threads", str(threads)]
     )
     assert code == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    document = json.loads(printed.splitlines()[-1])
     assert document["prompts"] == 4
     assert document["kernels"].startswith("stock kernels")
     assert document["ceiling"]["memory_read_gb_per_s"] > 0
@@ -47,6 +48,10 @@ def test_decode(tiny_checkpoint: Path, prompts_file: Path, capsys: pytest.Captur
         assert set(result["profile"]) == {"linears", "attention", "lm_head", "draft_verify", "other"}
         assert sum(result["profile"].values()) == pytest.approx(1, abs=1e-3)
         assert min(result["profile"].values()) > 0
+        step = result["step"]
+        assert 1.0 <= step["rows"] <= result["slots"] * (result["bc"] or 1)
+        assert step["ratio"] == pytest.approx(step["ms"] / step["floor_ms"], rel=0.02)
+        assert f"{step['ms'] * result['profile']['linears']:.2f}" in printed
         assert result["steady_tokens_per_s"] > 0
         assert result["tail_seconds"] >= 0
     plain = results[0]
@@ -61,7 +66,8 @@ def test_where_there_is_no_decode_step_and_no_steady_phase_the_figures_are_missi
     assert main(["decode", "--model", str(tiny_checkpoint), "--prompts", str(prompts_file), *options]) == 0
     for result in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]:
         assert result["tokens"] == 4
-        assert (result["profile"], result["steady_tokens_per_s"], result["tail_seconds"]) == (None, None, None)
+        missing = ("profile", "step", "steady_tokens_per_s", "tail_seconds")
+        assert [result[name] for name in missing] == [None] * 4
 
 
 def test_a_repeat_has_learnt_nothing_from_the_one_before(
@@ -108,8 +114,8 @@ def test_vary(
     assert (plain["method"], plain["varied"]) == ("ar", {})
     assert [side["varied"] for side in sides] == varied
     table = [line for line in out.splitlines() if line.startswith("│ esp")]
-    assert len(table) == len(sides)
-    for side, line in zip(sides, table, strict=True):
+    assert len(table) == 2 * len(sides), "what each gave, and where its steps' time went"
+    for side, line in zip(sides * 2, table, strict=True):
         assert side["exact_match_rate"] == 1.0
         assert 1.0 < side["rows_per_call"] <= side["bc"] == side["decoder"]["block_complexity"] == 18
         assert set(side["varied"].values()) <= set(line.split()), "the table shows what was varied"

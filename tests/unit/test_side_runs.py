@@ -86,9 +86,7 @@ def test_a_profile_is_of_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     second = Request("b", first.prompt_ids[:20] + prompt(9, 7), SamplingParams(max_new_tokens=9))
     requests = [first, second, other]
     runs = SideRuns(tiny_model("llama"), requests, unasked, unasked)
-    total = 21 + 3 * 2 + 1 + 3 + 4
-    assert runs.profile(Side(parse_decoder({"method": "ar"}), slots=2)) == pytest.approx(
-        {"linears": 21 / total, "attention": 6 / total, "lm_head": 1 / total, "draft_verify": 3 / total}
-        | {"other": 4 / total},
-        abs=1e-4,
-    )
+    profile = runs.profile(Side(parse_decoder({"method": "ar"}), slots=2))
+    assert profile is not None
+    assert profile.parts == {"linears": 21, "attention": 6, "lm_head": 1, "draft_verify": 3, "other": 4}
+    assert 1 <= profile.rows <= 2
