@@ -63,13 +63,12 @@ class Odds:
         self._starts = np.cumsum([0, *map(len, prior)])  # of each source's codes among all; behind them the bias
         self._all = np.array([*(weight for source in prior for weight in source), bias])
         self._squares = np.ones(len(self._all))
-        self._weights: list[list[float]] = []
-        self._bias = bias
-        self._spread()
+        self._weights, self._bias = self._by_source()
 
-    def _spread(self) -> None:
+    def _by_source(self) -> tuple[list[list[float]], float]:
+        """The weights as `place` reads them, and the bias."""
         weights, starts = self._all.tolist(), self._starts.tolist()
-        self._weights, self._bias = [weights[start:end] for start, end in pairwise(starts)], weights[-1]
+        return [weights[start:end] for start, end in pairwise(starts)], weights[-1]
 
     def place(self, opinions: Sequence[Opinion]) -> Place:
         """All that the sources name; their probabilities sum to 1 at most."""
@@ -99,9 +98,9 @@ class Odds:
         if not errors:
             return
         sources, of_bias = len(self._weights), len(self._all) - 1
-        weights = np.full((len(errors), sources + 1), of_bias)
-        weights[:, :sources] = self._starts[:-1] + np.array(codes).reshape(-1, sources)
+        spoke = np.full((len(errors), sources + 1), of_bias)  # of each candidate, the weights of its score
+        spoke[:, :sources] = self._starts[:-1] + np.array(codes).reshape(-1, sources)
         each = np.repeat(errors, sources + 1)
-        self._squares += np.bincount(weights.ravel(), each * each, len(self._all))
-        self._all += _RATE * np.bincount(weights.ravel(), each, len(self._all)) / np.sqrt(self._squares)
-        self._spread()
+        self._squares += np.bincount(spoke.ravel(), each * each, len(self._all))
+        self._all += _RATE * np.bincount(spoke.ravel(), each, len(self._all)) / np.sqrt(self._squares)
+        self._weights, self._bias = self._by_source()

@@ -128,7 +128,7 @@ class BestRows:
 
     def __init__(self, cost: Costs, most: int = MAX_ROWS) -> None:
         self._widths = widths = np.arange(1, most + 1)
-        self._table = lru_cache(256)(lambda batch, context: cost.seconds(batch, widths, context))
+        self._table = lru_cache(1024)(lambda batch, context: cost.seconds(batch, widths, context))
         self._pace = {wide: _Mean(1.0) for wide in (False, True)}  # measured seconds in the table's
         # Seconds of drafting: for a sequence in plain steps that look at trees, and in those that do not; for each
         # drafted row beyond that.

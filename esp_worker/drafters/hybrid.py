@@ -43,7 +43,7 @@ PROBED = 16  # of a probe's candidates
 EXPECTED = 16  # candidates of a place that a probe's embedding is the mean of
 PASSED = 3  # of the text's last tokens
 ROWS_PER_PROBE = 15
-LESSONS = 4  # places of a step that are learned from: more teach no better, and each takes 50 us
+LESSONS = 4  # places of a step that are learned from, at most: more teach no better
 
 # The text's codes: for each size of n-gram it followed alone, once or more often; newest of several; another of these.
 _KINDS = 4
